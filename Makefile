@@ -1,0 +1,39 @@
+# Two commands on a fresh machine:   make train   runs the main job,   make test   passes the tests.
+# Both build .venv first if it is missing (plain venv and pip).
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: train test test-slow lint types unit setup clean
+
+setup: $(VENV)/.train
+
+train: $(VENV)/.train
+	$(BIN)/fp8-grpo train $(ARGS)
+
+test: lint types unit
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+unit: $(VENV)/.test
+	$(BIN)/python -m pytest tests -m "not slow and not gpu"
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest tests -m "slow and not gpu"
+
+$(VENV)/.train: pyproject.toml
+	bash infra/setup_venv.sh $(VENV) .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.train
+	bash infra/setup_venv.sh $(VENV) ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache build *.egg-info

@@ -1,0 +1,1 @@
+"""Configuration: Hydra groups (YAML), the pydantic schema that they must satisfy, and their composition."""

@@ -1,0 +1,190 @@
+"""One training run: all sections together, and the rules that hold between them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from conf.schema.algorithm import Algorithm, Correction, nearest_divisor
+from conf.schema.base import Problem, Refusal, Section
+from conf.schema.data import Data
+from conf.schema.engines import Rollout, Trainer
+from conf.schema.environment import Cluster, Storage, Tracking
+from conf.schema.model import Model
+from conf.schema.recipe import Recipe
+
+RESUME_WORDS: Final = ("never", "auto")
+_NAME_PATTERN: Final = r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$"
+_NAME_FORM: Final = "letters, digits, `.`, `_`, `-`, no leading dot"
+RunName = Annotated[
+    str, Field(pattern=_NAME_PATTERN, json_schema_extra={"allowed": f"a name ({_NAME_FORM})"})
+]
+Resume = Annotated[
+    str,
+    Field(
+        pattern=_NAME_PATTERN,
+        json_schema_extra={"allowed": f"never, auto or the name of a run ({_NAME_FORM})"},
+    ),
+]
+
+
+class RunConfig(Section):
+    """The whole configuration of a run."""
+
+    recipe: Recipe
+    """Which layers compute in which precision, on both sides."""
+
+    algorithm: Algorithm
+    """Objective and batch."""
+
+    correction: Correction
+    """Importance weighting between rollout and trainer; an FP8 rollout needs one."""
+
+    model: Model
+    """The policy."""
+
+    data: Data
+    """Prompts and verifier."""
+
+    rollout: Rollout
+    """The engine that samples."""
+
+    trainer: Trainer
+    """The engine that scores and trains."""
+
+    cluster: Cluster
+    """The Ray cluster."""
+
+    tracking: Tracking
+    """MLflow."""
+
+    storage: Storage
+    """Checkpoints."""
+
+    steps: int = Field(default=60, ge=1)
+    """Training steps (>= 1)."""
+
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    """Seed of sampling and data order (0 to 2^32 - 1); the split does not depend on it."""
+
+    eval_every: int = Field(default=20, ge=1)
+    """Steps between evaluations (>= 1); there is one at step 0 and one at the end besides."""
+
+    checkpoint_every: int = Field(default=20, ge=1)
+    """Steps between checkpoints (>= 1); there is one at the end besides."""
+
+    runs_dir: str = Field(default="runs", min_length=1)
+    """Folder of journals, reports, caches and the default tracking store."""
+
+    run_name: RunName | None = None
+    """Name of the run (letters, digits, `.`, `_`, `-`; no leading dot; not never or auto); null makes one."""
+
+    resume: Resume = "never"
+    """never starts anew, auto continues the newest complete checkpoint, a run's name continues that run."""
+
+    @field_validator("correction")
+    @classmethod
+    def _fp8_rollout_is_corrected(cls, value: Correction, info: ValidationInfo) -> Correction:
+        recipe = info.data.get("recipe")
+        if not isinstance(recipe, Recipe) or value.name != "none" or value.allow_uncorrected:
+            return value
+        fp8 = [
+            f"{key} {kind}"
+            for key, kind, quantized in (
+                (
+                    "recipe.rollout_linears.format",
+                    recipe.rollout_linears.format,
+                    recipe.rollout_linears.quantized,
+                ),
+                ("recipe.kv.dtype", recipe.kv.dtype, recipe.kv.quantized),
+            )
+            if quantized
+        ]
+        if fp8:
+            raise Refusal(
+                Problem(
+                    "correction.name",
+                    value.name,
+                    f"an FP8 rollout ({', '.join(fp8)}) samples from another policy than the one trained",
+                    "token_truncation, or none with correction.allow_uncorrected=true",
+                )
+            )
+        return value
+
+    @field_validator("model")
+    @classmethod
+    def _some_layer_is_left(cls, value: Model, info: ValidationInfo) -> Model:
+        recipe = info.data.get("recipe")
+        if isinstance(recipe, Recipe) and value.architecture is not None:
+            problems = kept_layer_problems(recipe, value.architecture.num_hidden_layers)
+            if problems:
+                raise Refusal(*problems)
+        return value
+
+    @field_validator("rollout")
+    @classmethod
+    def _answer_fits_context(cls, value: Rollout, info: ValidationInfo) -> Rollout:
+        model = info.data.get("model")
+        if isinstance(model, Model) and model.architecture is not None:
+            context = model.architecture.max_position_embeddings
+            if value.max_new_tokens >= context:
+                raise Refusal(
+                    Problem(
+                        "rollout.max_new_tokens",
+                        value.max_new_tokens,
+                        f"leaves a prompt no room in model.architecture.max_position_embeddings {context}",
+                        f"an integer from 1 to {context - 1}",
+                    )
+                )
+        return value
+
+    @field_validator("trainer")
+    @classmethod
+    def _micro_batches_fill_an_update(cls, value: Trainer, info: ValidationInfo) -> Trainer:
+        algorithm = info.data.get("algorithm")
+        if not isinstance(algorithm, Algorithm):
+            return value
+        samples, micro = algorithm.samples_per_update, value.micro_batch_size
+        if micro < samples and samples % micro:
+            raise Refusal(
+                Problem(
+                    "trainer.micro_batch_size",
+                    micro,
+                    f"does not divide the {samples} samples of an update (algorithm.prompts_per_step "
+                    f"{algorithm.prompts_per_step} * algorithm.group_size {algorithm.group_size} / "
+                    f"algorithm.updates_per_step {algorithm.updates_per_step})",
+                    f"a divisor of {samples}, or {samples} and more",
+                    str(nearest_divisor(samples, micro)),
+                )
+            )
+        return value
+
+    @field_validator("run_name")
+    @classmethod
+    def _name_is_not_a_word_of_resume(cls, value: str | None) -> str | None:
+        if value in RESUME_WORDS:
+            raise Refusal(
+                Problem("run_name", value, f"resume={value} means something else", "any other name, or null")
+            )
+        return value
+
+
+def kept_layer_problems(recipe: Recipe, layers: int) -> tuple[Problem, ...]:
+    """Refusals of keep_first_layers and keep_last_layers that leave none of `layers` decoder layers.
+
+    Keys are relative to the run.
+    """
+    problems: list[Problem] = []
+    for side, linears in (
+        ("rollout_linears", recipe.rollout_linears),
+        ("training_linears", recipe.training_linears),
+    ):
+        kept = {"keep_first_layers": linears.keep_first_layers, "keep_last_layers": linears.keep_last_layers}
+        if sum(kept.values()) < layers:
+            continue
+        key, other = sorted(kept, key=lambda name: -kept[name])
+        wrong = f"with {other} {kept[other]} it leaves none of the model's {layers} layers to quantise"
+        allowed = f"{key} + {other} from 0 to {layers - 1}"
+        problems.append(Problem(f"recipe.{side}.{key}", kept[key], wrong, allowed))
+    return tuple(problems)

@@ -1,0 +1,59 @@
+"""Settings that libraries read from the environment when they are imported. A user's own setting always wins."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+_DEFAULTS = {
+    # Nothing is sent anywhere; a closed network would cost seconds at each start.
+    "DO_NOT_TRACK": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # The writer retries on its own; a long retry inside one call would hide an outage from it.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def prepare_environment(runs_dir: Path) -> None:
+    """Set what is not set; call before prefect, mlflow and ray are imported."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if _prefect_api_url() is None:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        database = f"sqlite+aiosqlite:///{(runs_dir / 'prefect.db').resolve()}"
+        os.environ.setdefault("PREFECT_SERVER_DATABASE_CONNECTION_URL", database)
+
+
+def _prefect_api_url() -> str | None:
+    """The Prefect server that the environment or the active profile names; None means an embedded one."""
+    if os.environ.get("PREFECT_API_URL"):
+        return os.environ["PREFECT_API_URL"]
+    home = Path(os.environ.get("PREFECT_HOME", Path.home() / ".prefect"))
+    path = Path(os.environ.get("PREFECT_PROFILES_PATH", home / "profiles.toml"))
+    try:
+        profiles = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError):
+        return None
+    active = os.environ.get("PREFECT_PROFILE", profiles.get("active", ""))
+    url = profiles.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
+    return str(url) if url else None
+
+
+def tracking_uri(configured: str | None, runs_dir: Path) -> str:
+    """Where MLflow keeps runs: the configured URI, MLFLOW_TRACKING_URI, else one SQLite file for the checkout."""
+    return (
+        configured
+        or os.environ.get("MLFLOW_TRACKING_URI")
+        or f"sqlite:///{(runs_dir / 'mlflow.db').resolve()}"
+    )

@@ -1,0 +1,95 @@
+"""Which run is this: a new one, or one to continue?"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from conf.compose import digest, flatten
+from conf.problems import ConfigError
+from conf.schema import RunConfig
+from infra.store import CheckpointStore, Manifest
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Name of the run, and the newest complete checkpoint when it is continued."""
+
+    name: str
+    manifest: Manifest | None
+
+    @property
+    def start_step(self) -> int:
+        """Steps that are done already."""
+        return 0 if self.manifest is None else self.manifest.step
+
+
+def identify(config: RunConfig, store: CheckpointStore) -> RunIdentity:
+    """Apply `resume` and `run_name`; `ConfigError` where they cannot be followed."""
+    if config.resume == "never":
+        return RunIdentity(_new_name(config, store), None)
+    if config.resume == "auto":
+        names = store.runs() if config.run_name is None else (config.run_name,)
+        found = [m for m in (store.latest(name) for name in names) if m is not None]
+        if config.run_name is not None:
+            for manifest in found:
+                _check_same_config(config, manifest)
+        matching = [m for m in found if m.meta["config_digest"] == digest(config)]
+        if not matching:
+            return RunIdentity(_new_name(config, store), None)
+        newest = max(matching, key=lambda m: m.created_at)
+        return RunIdentity(newest.run, newest)
+    manifest = store.latest(config.resume)
+    if manifest is None:
+        known = ", ".join(store.runs()) or "none"
+        raise ConfigError(
+            [f"resume = {config.resume}: no complete checkpoint at {store.url}; runs there: {known}"]
+        )
+    _check_same_config(config, manifest)
+    return RunIdentity(manifest.run, manifest)
+
+
+def _new_name(config: RunConfig, store: CheckpointStore) -> str:
+    if config.run_name is None:
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        return f"{config.recipe.name}-s{config.seed}-{stamp}-{secrets.token_hex(2)}"
+    if (Path(config.runs_dir) / config.run_name).exists() or config.run_name in store.runs():
+        raise ConfigError(
+            [
+                f"run_name = {config.run_name}: this run exists; allowed: a new name, or resume={config.run_name}"
+            ]
+        )
+    return config.run_name
+
+
+def _check_same_config(config: RunConfig, manifest: Manifest) -> None:
+    """A continued run keeps every key that shapes its results."""
+    if manifest.meta["config_digest"] == digest(config):
+        return
+    before, now = manifest.meta["config"], flatten(config)
+    changed = [
+        f"{key}: {before.get(key)} -> {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    raise ConfigError(
+        [
+            f"resume = {manifest.run}: the configuration changed ({'; '.join(changed)}); allowed: the run's own values"
+        ]
+    )
+
+
+def checkpoint_meta(
+    config: RunConfig, step: int, mlflow_run_id: str | None, model_dir: str
+) -> dict[str, Any]:
+    """What a resume must know beside the engine's state."""
+    return {
+        "config_digest": digest(config),
+        "config": flatten(config),
+        "mlflow_run_id": mlflow_run_id,
+        "prompts_drawn": step * config.algorithm.prompts_per_step,
+        "model_dir": model_dir,
+    }

@@ -1,0 +1,164 @@
+"""Everything a run holds open: folder, journal, MLflow writer, Ray, engines, data. Closed in reverse order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from conf.compose import flatten, resolved
+from conf.schema import RunConfig
+from flows.console import Console
+from flows.environment import tracking_uri
+from flows.identity import RunIdentity, identify
+from flows.record import Record
+from infra.journal import Journal
+from infra.mlflow_writer import MlflowWriter
+from infra.provenance import git_commit
+from infra.ray_cluster import await_ready, ray_cluster, spawn
+from infra.store import CheckpointStore
+from tasks.actors import RolloutActor, TrainerActor
+from tasks.calls import Engines
+from tasks.data.examples import Dataset
+from tasks.data.grading import Grader
+from tasks.data.loading import load_dataset
+
+_MLFLOW_START_S = 30.0
+
+
+class Session:
+    """One run's open resources. A plain class on purpose: Prefect walks through dataclasses it is handed."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        identity: RunIdentity,
+        folder: Path,
+        record: Record,
+        engines: Engines,
+        dataset: Dataset,
+        grader: Grader,
+        console: Console,
+    ) -> None:
+        self.config = config
+        self.identity = identity
+        self.folder = folder
+        self.record = record
+        self.engines = engines
+        self.dataset = dataset
+        self.grader = grader
+        self.console = console
+
+    @property
+    def storage_target(self) -> tuple[str, dict[str, Any]]:
+        return storage_target(self.config)
+
+    def mlflow_run_id(self) -> str | None:
+        """Id of the MLflow run, None while its store cannot be reached."""
+        return self.record.writer.run_id
+
+
+def storage_target(config: RunConfig) -> tuple[str, dict[str, Any]]:
+    """Storage url and options that hold in every process: a local path is made absolute."""
+    url = config.storage.url
+    return (url if "://" in url else str(Path(url).resolve())), dict(config.storage.options)
+
+
+def find_run(config: RunConfig) -> RunIdentity:
+    """Check that the store answers, and decide which run this is."""
+    store = CheckpointStore(*storage_target(config))
+    store.check()
+    return identify(config, store)
+
+
+@contextmanager
+def open_session(
+    config: RunConfig, identity: RunIdentity, flow_run_id: str, run_count: int, console: Console
+) -> Iterator[Session]:
+    """Open all resources of a run. MLflow's status follows how the block ends."""
+    folder = Path(config.runs_dir).resolve() / identity.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(resolved(config), sort_keys=False))
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        journal = stack.enter_context(Journal(folder / "journal.jsonl"))
+        _take_over_journal(config, identity, journal)
+        loading = pool.submit(load_dataset, config.data)
+        stack.enter_context(ray_cluster(config.cluster, namespace=f"fp8-grpo-{identity.name}"))
+        engines = _start_actors(config, f"fp8-grpo-{flow_run_id}-{run_count}")
+        dataset = loading.result()
+        grader = stack.enter_context(Grader(dataset.grader, config.data.answer_time_limit_s))
+        writer = _writer(config, identity, folder, journal, flow_run_id)
+        stack.enter_context(_closing(writer, config, console))
+        writer.add_artifact(folder / "config.yaml")
+        _await_actors(engines, config)
+        yield Session(config, identity, folder, Record(journal, writer), engines, dataset, grader, console)
+
+
+def _take_over_journal(config: RunConfig, identity: RunIdentity, journal: Journal) -> None:
+    """On a machine that has no journal of the run, take the copy that travelled with the checkpoint."""
+    if identity.manifest is None or len(journal):
+        return
+    with TemporaryDirectory(prefix="fp8-grpo-journal-") as folder:
+        target = Path(folder) / "checkpoint"
+        CheckpointStore(*storage_target(config)).fetch(identity.manifest, target)
+        journal.import_copy(target / "journal.jsonl")
+
+
+def _start_actors(config: RunConfig, name: str) -> Engines:
+    rollout = spawn(RolloutActor, f"{name}-rollout", config.rollout.threads, config.cluster)
+    trainer = spawn(TrainerActor, f"{name}-trainer", config.trainer.threads, config.cluster)
+    return Engines(rollout, trainer)
+
+
+def _await_actors(engines: Engines, config: RunConfig) -> None:
+    await_ready({"rollout": engines.rollout, "trainer": engines.trainer}, config.cluster)
+
+
+def _writer(
+    config: RunConfig, identity: RunIdentity, folder: Path, journal: Journal, flow_run_id: str
+) -> MlflowWriter:
+    known = None if identity.manifest is None else identity.manifest.meta["mlflow_run_id"]
+    tags = {
+        "recipe": config.recipe.name,
+        "engine.rollout": config.rollout.engine,
+        "engine.trainer": config.trainer.engine,
+        "model": config.model.name,
+        "seed": str(config.seed),
+        "flow_run_id": flow_run_id,
+        "git_commit": git_commit(Path(__file__).parent),
+    }
+    return MlflowWriter(
+        tracking_uri=tracking_uri(config.tracking.uri, Path(config.runs_dir)),
+        experiment=config.tracking.experiment,
+        journal=journal,
+        cursor_path=folder / "mlflow.cursor.json",
+        run_id=known,
+        run_name=identity.name,
+        params=flatten(config),
+        tags=tags,
+        patience_s=config.tracking.outage_patience_s,
+    )
+
+
+@contextmanager
+def _closing(writer: MlflowWriter, config: RunConfig, console: Console) -> Iterator[None]:
+    writer.start()
+    status = "FAILED"
+    try:
+        yield
+        status = "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        report = writer.close(status, timeout_s=config.tracking.outage_patience_s + _MLFLOW_START_S)  # type: ignore[arg-type]
+        if report.pending or report.error:
+            console.say(
+                f"MLflow: {report.pending} entries are not stored yet ({report.error}); they are in the journal, and "
+                f"resume brings them"
+            )

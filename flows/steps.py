@@ -1,0 +1,108 @@
+"""One training step: sync, rollout, reward, score, train, calibrate, each a Prefect task."""
+
+from __future__ import annotations
+
+from conf.schema import KvPrecision, LinearPrecision, Recipe
+from flows.identity import checkpoint_meta
+from flows.session import Session
+from infra.provenance import peak_memory_gb
+from tasks.calibrate import calibrate
+from tasks.calls import wait
+from tasks.checkpoint import checkpoint
+from tasks.data.tokens import TextCodec
+from tasks.engines.protocols import GenerateRequest
+from tasks.evaluate import evaluate
+from tasks.reward import reward
+from tasks.rollout import rollout, sampling_prompts
+from tasks.score import score
+from tasks.sync import sync
+from tasks.train import train
+
+PHASE_TIMES = (
+    "time/sync_s",
+    "time/rollout_s",
+    "time/reward_s",
+    "time/score_s",
+    "time/train_s",
+    "time/calibrate_s",
+)
+
+
+def high_precision_rollout(recipe: Recipe) -> Recipe:
+    """The recipe with a BF16 rollout side and an unchanged training side."""
+    return recipe.model_copy(update={"rollout_linears": LinearPrecision(), "kv": KvPrecision()})
+
+
+class Stepper:
+    """Runs steps of an open session on a given model."""
+
+    def __init__(
+        self, session: Session, codec: TextCodec, model_dir: str, expected_linears: tuple[str, ...]
+    ) -> None:
+        self._s = session
+        self._codec = codec
+        self._model_dir = model_dir
+        self._expected_linears = expected_linears
+        self._recipe = session.config.recipe
+
+    def step(self, step: int) -> dict[str, float]:
+        """Step `step` (from 1), at weight version step - 1; returns its metrics by MLflow name."""
+        s, config = self._s, self._s.config
+        synced = self._sync()
+        drawn = (step - 1) * config.algorithm.prompts_per_step
+        examples = s.dataset.batch(config.seed, drawn, config.algorithm.prompts_per_step)
+        prompts = sampling_prompts(examples, self._codec, config.seed, step, config.algorithm.group_size)
+        request = GenerateRequest(
+            step - 1,
+            prompts,
+            config.rollout.max_new_tokens,
+            config.rollout.temperature,
+            self._codec.eos_token_ids,
+        )
+        sampled = rollout(s.engines, request)
+        rewarded = reward(sampled["batch"], examples, config.algorithm, self._codec, s.grader)
+        scored = score(s.engines, sampled["batch"])
+        trained = train(s.engines, sampled["batch"], scored["logprobs"], rewarded["advantages"])
+        calibrated = calibrate(s.engines, sampled["batch"], config.recipe.calibration)
+        parts = [synced, sampled["metrics"], rewarded["metrics"], scored["metrics"], trained, calibrated]
+        return _merge(parts, scored["tokens"])
+
+    def _sync(self) -> dict[str, float]:
+        metrics = sync(self._s.engines, self._recipe, self._expected_linears)
+        return {name: value for name, value in metrics.items() if name != "version"}
+
+    def evaluate(self, step: int, metric: str = "eval/accuracy") -> dict[str, float]:
+        """Greedy accuracy at the weights after `step` steps, on freshly synced weights and scales."""
+        s = self._s
+        self._sync()
+        return evaluate(
+            s.engines, s.dataset.eval, self._codec, s.grader, step, s.config.rollout.max_new_tokens, metric
+        )
+
+    def evaluate_bf16(self, step: int) -> dict[str, float]:
+        """`eval/accuracy_bf16`: the same weights on a BF16 rollout engine, which replaces the run's own."""
+        s = self._s
+        self._recipe = high_precision_rollout(s.config.recipe)
+        self._expected_linears = ()
+        wait("build (BF16 rollout)", s.engines.rollout.build.remote(s.config, self._recipe, self._model_dir))
+        metrics = self.evaluate(step, "eval/accuracy_bf16")
+        return {"eval/accuracy_bf16": metrics["eval/accuracy_bf16"]}
+
+    def checkpoint(self, step: int) -> dict[str, float]:
+        """Publish the state after `step` steps."""
+        s = self._s
+        meta = checkpoint_meta(s.config, step, s.mlflow_run_id(), self._model_dir)
+        journal = s.record.journal.path.read_bytes()
+        keep = s.config.storage.keep_last
+        return checkpoint(s.engines, s.storage_target, s.identity.name, step, journal, meta, keep)
+
+
+def _merge(parts: list[dict[str, float]], train_tokens: float) -> dict[str, float]:
+    peak = max(peak_memory_gb(), *(part.get("memory/peak_gb", 0.0) for part in parts))
+    merged: dict[str, float] = {}
+    for part in parts:
+        merged |= part
+    merged["time/step_s"] = sum(merged[name] for name in PHASE_TIMES)
+    training_s = merged["time/score_s"] + merged["time/train_s"]
+    merged["throughput/train_tokens_per_s"] = train_tokens / training_s
+    return merged | {"memory/peak_gb": peak}

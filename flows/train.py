@@ -1,0 +1,122 @@
+"""The flow `fp8-grpo`: GRPO post-training under one precision recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.context import FlowRunContext
+
+from conf.compose import compose
+from conf.preflight import preflight
+from conf.schema import RunConfig
+from flows.console import Console
+from flows.report import summarize, write_report
+from flows.session import Session, find_run, open_session
+from flows.steps import Stepper
+from infra.provenance import versions
+from tasks.bootstrap import bootstrap, build_engines, prepare_model
+from tasks.calls import wait
+from tasks.data.tokens import TextCodec
+from tasks.engines.plan import rollout_linears
+from tasks.sync import sync
+
+
+@flow(name="fp8-grpo", persist_result=False, validate_parameters=False)
+def fp8_grpo(overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Train a policy with GRPO; rollout, calibration, scale-sync, training and evaluation are its tasks.
+
+    Args:
+        overrides: Hydra overrides such as `recipe=fp8_e2e` or `steps=20`.
+    """
+    config = compose(list(overrides))
+    preflight(config)
+    context = FlowRunContext.get()
+    assert context is not None and context.flow_run is not None
+    return run_training(config, str(context.flow_run.id), context.flow_run.run_count, Console())
+
+
+def run_training(config: RunConfig, flow_run_id: str, run_count: int, console: Console) -> dict[str, Any]:
+    """One run from set-up to report; returns the closing figures, the run's name and its folder."""
+    identity = find_run(config)
+    if identity.manifest is not None:
+        console.say(f"resume: run {identity.name} continues after step {identity.start_step}")
+    console.say(f"run {identity.name}: starting Ray, the engines and the data")
+    with open_session(config, identity, flow_run_id, run_count, console) as session, console.progress():
+        stepper = _prepare(session)
+        _train(session, stepper)
+        _finish(session, stepper)
+        summary = _report(session)
+    console.closing(config.recipe.name, summary)
+    return {"run": identity.name, "folder": str(session.folder), **summary}
+
+
+def _prepare(session: Session) -> Stepper:
+    """Model, engines, and either the bootstrap of a new run or the state of a continued one."""
+    s, config = session, session.config
+
+    def progress(step: int, loss: float) -> None:
+        total = config.model.warm_start.steps if config.model.warm_start else 0
+        s.console.advance("warm start", step, total, f"loss {loss:.3f}", line=step % 50 == 0)
+
+    cache = Path(config.runs_dir).resolve() / "cache" / "warm_start"
+    prepared = prepare_model(s.engines, config, s.dataset, cache, progress)
+    model_dir = prepared["model_dir"]
+    if config.model.warm_start is not None:
+        how = "from the cache" if prepared["cached"] else f"in {prepared['time/warm_start_s']:.1f} s"
+        s.console.say(f"warm start: {how}")
+    build_engines(s.engines, config, model_dir)
+    codec, linears = TextCodec(Path(model_dir)), rollout_linears(config, Path(model_dir))
+    stepper = Stepper(s, codec, model_dir, linears)
+    if s.identity.manifest is None:
+        values = bootstrap(s.engines, config, s.dataset, codec, linears)
+        s.record.add("bootstrap", 0, values | {"time/warm_start_s": prepared["time/warm_start_s"]})
+        _evaluate(s, stepper, 0)
+        s.record.add("checkpoint", 0, stepper.checkpoint(0))
+    else:
+        wait("restore", s.engines.trainer.restore.remote(s.storage_target, s.identity.name))
+        sync(s.engines, config.recipe, linears)
+    return stepper
+
+
+def _evaluate(session: Session, stepper: Stepper, step: int) -> None:
+    values = stepper.evaluate(step)
+    session.record.add("eval", step, values)
+    session.console.say(f"step {step}: eval accuracy {values['eval/accuracy']:.3f}")
+
+
+def _train(session: Session, stepper: Stepper) -> None:
+    config = session.config
+    for step in range(session.identity.start_step + 1, config.steps + 1):
+        metrics = stepper.step(step)
+        session.record.add("step", step, metrics)
+        session.console.step(step, config.steps, metrics)
+        if step % config.eval_every == 0 or step == config.steps:
+            _evaluate(session, stepper, step)
+        if step % config.checkpoint_every == 0 or step == config.steps:
+            values = stepper.checkpoint(step)
+            if session.record.journal.find("checkpoint", step) is None:
+                session.record.add("checkpoint", step, values)
+
+
+def _finish(session: Session, stepper: Stepper) -> None:
+    """Accuracy of the same weights on a BF16 rollout engine."""
+    if session.record.journal.find("final", session.config.steps) is None:
+        session.record.add("final", session.config.steps, stepper.evaluate_bf16(session.config.steps))
+
+
+def _report(session: Session) -> dict[str, float | None]:
+    config, journal = session.config, session.record.journal
+    facts = {
+        "recipe": config.recipe.name,
+        "model": config.model.name,
+        "engines": f"rollout {config.rollout.engine}, trainer {config.trainer.engine}",
+        "steps, seed": f"{config.steps}, {config.seed}",
+        "samples a step": f"{config.algorithm.prompts_per_step} prompts x {config.algorithm.group_size}",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+    }
+    for path in write_report(journal, session.folder, f"fp8-grpo run {session.identity.name}", facts):
+        session.record.writer.add_artifact(path)
+    return summarize(journal)

@@ -1,0 +1,1 @@
+"""What a run stands on: checkpoint store, journal, MLflow writer. Nothing here knows about models."""

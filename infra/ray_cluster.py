@@ -1,0 +1,96 @@
+"""A Ray cluster for the length of a run: a local one on loopback, or an existing one that is only joined."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from conf.schema import Cluster
+
+LOOPBACK = "127.0.0.1"
+
+
+class ClusterError(RuntimeError):
+    """Ray could not be started or joined, or an actor could not be placed in time."""
+
+
+@contextmanager
+def ray_cluster(cluster: Cluster, namespace: str) -> Iterator[None]:
+    """Start or join Ray; at the end stop what was started, and only disconnect from what was joined."""
+    if ray.is_initialized():
+        raise ClusterError("this process is connected to Ray already; one run has one connection")
+    try:
+        ray.init(**_arguments(cluster, namespace))
+    except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+        where = (
+            cluster.address
+            if cluster.kind == "existing"
+            else f"a local Ray with {cluster.num_cpus} CPU slots"
+        )
+        raise ClusterError(f"cluster.kind={cluster.kind}: could not connect to {where}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _arguments(cluster: Cluster, namespace: str) -> dict[str, Any]:
+    common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "error"}
+    if cluster.kind == "existing":
+        _use_token_if_there_is_one()
+        return common | {"address": cluster.address}
+    # A local Ray is private to the run: an address in the environment must not turn it into a join.
+    return common | {
+        "address": "local",
+        "num_cpus": cluster.num_cpus,
+        "include_dashboard": False,
+        "object_store_memory": cluster.object_store_mb * 2**20,
+        "_node_ip_address": LOOPBACK,
+    }
+
+
+def _use_token_if_there_is_one() -> None:
+    """Ray's token authentication must be asked for when the address is explicit; an own setting wins."""
+    has_token = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
+    if has_token or (Path.home() / ".ray" / "auth_token").is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def spawn(actor_class: type, name: str, threads: int, cluster: Cluster, *args: object) -> ActorHandle:
+    """Start an actor under a name that must be new: a leftover of another run is never adopted.
+
+    The actor dies with the driver. `threads` bounds its CPU threads. It is not ready yet: see `await_ready`.
+    """
+    options = {
+        "name": name,
+        "max_restarts": 0,
+        # A local Ray serves this run alone, and its engines take turns.
+        "num_cpus": threads if cluster.kind == "existing" else 0,
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}},
+    }
+    handle: ActorHandle = ray.remote(actor_class).options(**options).remote(*args)
+    return handle
+
+
+def await_ready(handles: dict[str, ActorHandle], cluster: Cluster) -> None:
+    """Wait until every actor answers `ping`, at most `cluster.startup_timeout_s`; `ClusterError` names the late ones."""
+    refs = {handle.ping.remote(): role for role, handle in handles.items()}
+    done, late = ray.wait(list(refs), num_returns=len(refs), timeout=cluster.startup_timeout_s)
+    if late:
+        roles = ", ".join(sorted(refs[ref] for ref in late))
+        raise ClusterError(
+            f"not ready within cluster.startup_timeout_s={cluster.startup_timeout_s}: {roles}; "
+            f"the cluster has {ray.available_resources().get('CPU', 0):g} free CPU slots"
+        )
+    for ref in done:
+        try:
+            ray.get(ref)
+        except (RayActorError, GetTimeoutError) as error:
+            raise ClusterError(f"the {refs[ref]} actor died while it started: {error}") from error

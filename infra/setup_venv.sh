@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Build (or complete) a virtual environment: setup_venv.sh FOLDER REQUIREMENT
+# Python 3.11 is preferred where present. Without an NVIDIA GPU a CPU build of torch is taken where pip can find
+# one (PyTorch's CPU index, or a local wheel folder named by PIP_FIND_LINKS).
+set -euo pipefail
+venv=$1
+requirement=$2
+cpu_index=https://download.pytorch.org/whl/cpu
+
+find_python() {
+    local name
+    for name in python3.11 python3.12 python3.13 python3; do
+        if "$name" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    echo "fp8-grpo needs Python 3.11, 3.12 or 3.13 with the venv module; none was found" >&2
+    return 1
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+
+install_cpu_torch() {
+    # A local CPU wheel, then PyTorch's own CPU index; with neither, the default index decides.
+    local newest
+    newest=$(ls ${PIP_FIND_LINKS:+$PIP_FIND_LINKS/torch-2.1[123]*+cpu-*.whl} 2>/dev/null | sort -V | tail -n 1 || true)
+    if [ -n "$newest" ] && "$venv/bin/pip" install -q "$newest"; then return; fi
+    "$venv/bin/pip" install -q --retries 0 --timeout 10 --index-url "$cpu_index" 'torch>=2.11,<2.14' 2>/dev/null || true
+}
+
+if [ ! -x "$venv/bin/python" ]; then
+    python=$(find_python)
+    echo "setting up $venv with $("$python" --version)"
+    "$python" -m venv "$venv"
+fi
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+if ! has_gpu && ! "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then
+    install_cpu_torch
+fi
+"$venv/bin/pip" install -q -e "$requirement"

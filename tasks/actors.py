@@ -1,0 +1,169 @@
+"""The Ray actors that hold the engines: one process each, driven by the flow's tasks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from conf.schema import Recipe, RunConfig
+from infra.provenance import peak_memory_gb
+from infra.store import CheckpointStore, StoreError
+from tasks.engines.protocols import (
+    EngineError,
+    EngineReport,
+    GenerateRequest,
+    RolloutBatch,
+    RolloutEngine,
+    Scores,
+    TokenRows,
+    TrainerEngine,
+)
+from tasks.engines.registry import build_rollout, build_trainer
+from tasks.engines.warm_start import WarmStartSpec, cached_warm_start
+from tasks.engines.wire import WirePayload, pack, unpack
+
+Metrics = dict[str, float]
+log = logging.getLogger(__name__)
+
+
+class RolloutActor:
+    """Owns one rollout engine."""
+
+    def __init__(self) -> None:
+        self._built: RolloutEngine | None = None
+
+    def ping(self) -> str:
+        return "rollout"
+
+    def build(self, config: RunConfig, recipe: Recipe, model_dir: str) -> None:
+        """Build or replace the engine; the new one is empty until a sync."""
+        self._built = None
+        self._built = build_rollout(config, recipe, Path(model_dir))
+
+    @property
+    def _engine(self) -> RolloutEngine:
+        if self._built is None:
+            raise EngineError("the rollout engine was not built")
+        return self._built
+
+    def load_weights(self, payload: WirePayload) -> None:
+        self._engine.load_weights(unpack(payload))
+
+    def report(self) -> EngineReport:
+        return self._engine.report()
+
+    def generate(self, request: GenerateRequest) -> tuple[Metrics, RolloutBatch]:
+        """Two results, so that the samples can pass to the trainer as a reference."""
+        batch = self._engine.generate(request)
+        lengths = batch.response_lengths.double()
+        metrics = {
+            "rollout/mean_length": float(lengths.mean()),
+            "rollout/truncated_fraction": float(batch.truncated.double().mean()),
+            "tokens": float(lengths.sum()),
+            "memory/peak_gb": peak_memory_gb(),
+        }
+        return metrics, batch
+
+
+class TrainerActor:
+    """Owns the trainer engine, and before that the warm start."""
+
+    def __init__(self) -> None:
+        self._built: TrainerEngine | None = None
+
+    def ping(self) -> str:
+        return "trainer"
+
+    def warm_start(self, spec: WarmStartSpec, cache: str, progress_file: str) -> tuple[str, bool]:
+        """Folder of the warm-started model, and whether it came from the cache."""
+
+        def report(step: int, loss: float) -> None:
+            if step % 10 == 0:
+                Path(progress_file).write_text(json.dumps({"step": step, "loss": loss}))
+
+        folder, cached = cached_warm_start(spec, Path(cache), report)
+        return str(folder), cached
+
+    def build(self, config: RunConfig, model_dir: str) -> None:
+        self._built = build_trainer(config, Path(model_dir))
+
+    @property
+    def _engine(self) -> TrainerEngine:
+        if self._built is None:
+            raise EngineError("the trainer engine was not built")
+        return self._built
+
+    def export_weights(self, recipe: Recipe) -> tuple[dict[str, Any], WirePayload]:
+        """Two results: what was sent in short (for the audit), and the payload itself."""
+        payload = self._engine.export_weights(recipe)
+        sent = {"version": payload.version, "scales": payload.kv_scales, "fingerprints": payload.fingerprints}
+        return sent, pack(payload)
+
+    def report(self) -> EngineReport:
+        return self._engine.report()
+
+    def score(self, batch: RolloutBatch) -> tuple[Metrics, Tensor]:
+        scores: Scores = self._engine.score(batch)
+        tokens = float(batch.lengths.sum())
+        return scores.metrics | {"tokens": tokens, "memory/peak_gb": peak_memory_gb()}, scores.logprobs
+
+    def train(self, batch: RolloutBatch, logprobs: Tensor, advantages: Tensor) -> Metrics:
+        return self._engine.train(batch, logprobs, advantages) | {"memory/peak_gb": peak_memory_gb()}
+
+    def calibrate(self, rows: TokenRows) -> Metrics:
+        return self._engine.calibrate(rows)
+
+    def calibrate_on_batch(self, batch: RolloutBatch, max_sequences: int) -> Metrics:
+        """Calibrate on an even spread of the batch's sequences, at most `max_sequences` of them."""
+        rows = batch.rows()
+        count = rows.tokens.shape[0]
+        if count > max_sequences:
+            # Neighbouring samples share a prompt, so a prefix of the batch would see few prompts.
+            chosen = [i * count // max_sequences for i in range(max_sequences)]
+            rows = TokenRows(rows.tokens[chosen], rows.lengths[chosen])
+        return self._engine.calibrate(rows)
+
+    def save(
+        self,
+        store: tuple[str, Mapping[str, Any]],
+        run: str,
+        step: int,
+        extra: Mapping[str, bytes],
+        meta: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Publish the engine's state and `extra` files as one checkpoint; returns the manifest."""
+        url, options = store
+        with tempfile.TemporaryDirectory(prefix="fp8-grpo-checkpoint-") as folder:
+            root = Path(folder)
+            self._engine.save(root)
+            for name, content in extra.items():
+                (root / name).write_bytes(content)
+            files = {path.name: path for path in sorted(root.iterdir())}
+            return CheckpointStore(url, options).publish(run, step, files, meta).model_dump()
+
+    def restore(self, store: tuple[str, Mapping[str, Any]], run: str) -> dict[str, Any]:
+        """Load the newest checkpoint whose content verifies; returns its manifest.
+
+        One that does not verify is skipped with a warning; with none left this is an `EngineError`.
+        """
+        url, options = store
+        checkpoints, problems = CheckpointStore(url, options), []
+        for manifest in checkpoints.complete(run):
+            with tempfile.TemporaryDirectory(prefix="fp8-grpo-restore-") as folder:
+                try:
+                    checkpoints.fetch(manifest, Path(folder) / "state")
+                except StoreError as error:
+                    problems.append(str(error))
+                    log.warning("checkpoint of step %d is skipped: %s", manifest.step, error)
+                    continue
+                self._engine.load(Path(folder) / "state")
+            return manifest.model_dump()
+        raise EngineError(
+            f"run {run} at {url} has no usable checkpoint: {'; '.join(problems) or 'none found'}"
+        )

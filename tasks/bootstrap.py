@@ -1,0 +1,102 @@
+"""Before the first step: the model, its engines, and scales that come from its own prompts and responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from prefect import task
+
+from conf.schema import RunConfig
+from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
+from tasks.data.examples import Dataset, Example
+from tasks.data.tokens import TextCodec
+from tasks.engines.protocols import GenerateRequest, TokenRows
+from tasks.engines.warm_start import Demonstration, WarmStartSpec
+from tasks.rollout import sampling_prompts
+from tasks.sync import sync
+
+_BOOTSTRAP_STEP = 0
+"""Step number in the seeds of the discarded batch; training steps count from 1."""
+
+
+@task(name="prepare-model", **TASK_OPTIONS)
+def prepare_model(
+    engines: Engines,
+    config: RunConfig,
+    dataset: Dataset,
+    folder: Path,
+    progress: Callable[[int, float], None],
+) -> dict[str, Any]:
+    """Folder of the starting model: the configured one, or a warm start (cached under `folder`).
+
+    Returns `model_dir`, `cached` and `time/warm_start_s`.
+    """
+    if config.model.path is not None:
+        return {"model_dir": str(Path(config.model.path).resolve()), "cached": True, "time/warm_start_s": 0.0}
+    assert config.model.architecture is not None
+    shown = tuple(Demonstration(e.prompt, e.answer) for e in dataset.train if e.has_answer)
+    spec = WarmStartSpec(config.model.architecture, config.model.warm_start, shown, config.trainer.threads)
+    with stopwatch() as watch:
+        reports = folder.parent / f"{folder.name}.progress"
+        ref = engines.trainer.warm_start.remote(spec, str(folder), str(reports))
+        while not ray.wait([ref], timeout=0.5)[0]:
+            if reports.is_file():
+                state = json.loads(reports.read_text() or "{}")
+                if state:
+                    progress(state["step"], state["loss"])
+        model_dir, cached = wait("warm start", ref)
+        reports.unlink(missing_ok=True)
+    return {"model_dir": model_dir, "cached": cached, "time/warm_start_s": watch.seconds}
+
+
+@task(name="build-engines", **TASK_OPTIONS)
+def build_engines(engines: Engines, config: RunConfig, model_dir: str) -> None:
+    """Build both engines at the same time; each is empty or at its starting weights."""
+    trainer = engines.trainer.build.remote(config, model_dir)
+    rollout = engines.rollout.build.remote(config, config.recipe, model_dir)
+    wait("build (trainer)", trainer)
+    wait("build (rollout)", rollout)
+
+
+def prompt_rows(examples: tuple[Example, ...], codec: TextCodec) -> TokenRows:
+    """Prompts with their reference answers where the data has them, right-padded."""
+    rows = [codec.encode(e.prompt) + (codec.encode(e.answer) if e.has_answer else ()) for e in examples]
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.tensor(row)
+    return TokenRows(tokens, torch.tensor([len(row) for row in rows]))
+
+
+@task(name="bootstrap", **TASK_OPTIONS)
+def bootstrap(
+    engines: Engines, config: RunConfig, dataset: Dataset, codec: TextCodec, expected_linears: tuple[str, ...]
+) -> dict[str, float]:
+    """Give the rollout engine weights and, for an FP8 cache, scales measured on what it will hold.
+
+    Calibrate on prompts and references, sync, generate one discarded batch, calibrate on its tokens, sync
+    again. Returns `time/bootstrap_s`.
+    """
+    policy = config.recipe.calibration
+    with stopwatch() as watch:
+        if policy.enabled:
+            count = min(policy.max_sequences, len(dataset.train))
+            examples = dataset.batch(config.seed, 0, count)
+            wait("bootstrap (calibrate)", engines.trainer.calibrate.remote(prompt_rows(examples, codec)))
+            sync.fn(engines, config.recipe, expected_linears)
+            prompts = sampling_prompts(examples, codec, config.seed, _BOOTSTRAP_STEP, 1)
+            request = GenerateRequest(
+                0, prompts, config.rollout.max_new_tokens, config.rollout.temperature, codec.eos_token_ids
+            )
+            metrics, batch = engines.rollout.generate.options(num_returns=2).remote(request)
+            wait("bootstrap (generate)", metrics)
+            wait(
+                "bootstrap (calibrate)",
+                engines.trainer.calibrate_on_batch.remote(batch, policy.max_sequences),
+            )
+        sync.fn(engines, config.recipe, expected_linears)
+    return {"time/bootstrap_s": watch.seconds}

@@ -1,0 +1,27 @@
+"""Checkpoint: the trainer's state, the journal and what a resume must know, published as one whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import task
+
+from infra.store import CheckpointStore
+from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
+
+
+@task(name="checkpoint", **TASK_OPTIONS)
+def checkpoint(
+    engines: Engines,
+    target: tuple[str, dict[str, Any]],
+    run: str,
+    step: int,
+    journal: bytes,
+    meta: dict[str, Any],
+    keep_last: int,
+) -> dict[str, float]:
+    """Publish to `target` (url, options) from the trainer's own process, then prune. Returns `time/checkpoint_s`."""
+    with stopwatch() as watch:
+        wait("checkpoint", engines.trainer.save.remote(target, run, step, {"journal.jsonl": journal}, meta))
+        CheckpointStore(*target).prune(run, keep_last)
+    return {"time/checkpoint_s": watch.seconds}

@@ -1,0 +1,1 @@
+"""Rollout and trainer engines behind two protocols (`tasks.engines.protocols`)."""

@@ -1,0 +1,73 @@
+"""Which linear layers a recipe quantises in a given model, by exact module name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+from conf.schema import LinearPrecision
+from tasks.engines.protocols import EngineError
+from tasks.numerics.fp8_linear import BlockSpec
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_ALWAYS_HIGH = ("lm_head",)
+_ROUTER_SUFFIXES = (".mlp.gate", ".block_sparse_moe.gate", ".mlp.router")
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """`quantized` and `kept` partition the model's linear layers, in the model's order."""
+
+    quantized: tuple[str, ...]
+    kept: tuple[str, ...]
+
+
+def block_spec(precision: LinearPrecision) -> BlockSpec:
+    """The numerics' block shapes for a recipe's linear layers."""
+    rows, columns = precision.weight_block
+    return BlockSpec((rows, columns), precision.activation_group, precision.scale == "power_of_two")
+
+
+def layer_number(name: str) -> int | None:
+    """Decoder layer of a module or tensor name, None outside the decoder stack."""
+    match = _LAYER.search(name)
+    return int(match.group(1)) if match else None
+
+
+def _stays_high(name: str, precision: LinearPrecision, layers: int) -> bool:
+    layer = layer_number(name)
+    if layer is None or name in _ALWAYS_HIGH or name.endswith(_ROUTER_SUFFIXES) or name in precision.exclude:
+        return True
+    return layer < precision.keep_first_layers or layer >= layers - precision.keep_last_layers
+
+
+def plan_linears(model: nn.Module, precision: LinearPrecision) -> LinearPlan:
+    """Split the model's `nn.Linear` modules by the recipe.
+
+    lm_head, everything outside the decoder layers and the MoE router always stay BF16. Raises
+    `EngineError` for an excluded name that does not exist, and for fused expert weights, which are no
+    linear modules and would be left out silently.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not precision.quantized:
+        return LinearPlan((), tuple(names))
+    unknown = sorted(set(precision.exclude) - set(names))
+    if unknown:
+        raise EngineError(f"exclude names no linear layer of this model: {', '.join(unknown)}")
+    experts = [name for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
+    if experts:
+        raise EngineError(f"FP8 linears of fused experts ({experts[0]}) are not supported by this engine")
+    layers = 1 + max((n for n in map(layer_number, names) if n is not None), default=-1)
+    quantized = tuple(n for n in names if not _stays_high(n, precision, layers))
+    if not quantized:
+        raise EngineError(
+            "the recipe asks for FP8 linears, and none of the model's layers is left to quantise"
+        )
+    return LinearPlan(quantized, tuple(n for n in names if n not in set(quantized)))
+
+
+def scale_name(weight: str) -> str:
+    """Name of the block scales beside a quantised weight, as FP8 checkpoints on the Hub spell it."""
+    return weight + "_scale_inv"

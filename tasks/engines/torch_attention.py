@@ -1,0 +1,181 @@
+"""Attention of the PyTorch engines, plugged into `transformers` through its attention interface.
+
+Each attention module gets a hook that receives Q and K (after norm and rotary embedding) and V. The trainer's
+hook attends over whole sequences and can show the three to a calibration observer; the rollout's hook
+owns the KV cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from tasks.engines.protocols import EngineError
+from tasks.numerics.calibration import CalibrationObserver, Scales
+from tasks.numerics.fp8 import decode, quantize_static
+
+ATTENTION_NAME = "fp8_grpo"
+
+
+class AttentionHook(Protocol):
+    """Attention of one layer: q `[batch, heads, tokens, dim]`, k and v `[batch, kv heads, tokens, dim]`.
+
+    Returns `[batch, heads, tokens, dim]`.
+    """
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor: ...
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    hook: AttentionHook = module.fp8_grpo_hook  # type: ignore[assignment]
+    scaling = kwargs.get("scaling")
+    out = hook.attend(
+        module.layer_idx, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling
+    )  # type: ignore[arg-type]
+    return out.transpose(1, 2).contiguous(), None
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="fp8_grpo"` known to transformers. Idempotent."""
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+def install_hook(model: nn.Module, hook: AttentionHook) -> int:
+    """Attach the hook to every attention module; returns how many layers there are.
+
+    Raises `EngineError` for layers that are not plain causal attention (sliding window, soft cap).
+    """
+    layers = []
+    for name, module in model.named_modules():
+        if not hasattr(module, "layer_idx") or not hasattr(module, "k_proj"):
+            continue
+        if getattr(module, "sliding_window", None) is not None:
+            raise EngineError(f"{name}: sliding-window attention is not supported by the torch engines")
+        module.fp8_grpo_hook = hook  # type: ignore[assignment]
+        layers.append(int(module.layer_idx))  # type: ignore[arg-type]
+    if sorted(layers) != list(range(len(layers))) or not layers:
+        raise EngineError(f"attention layers found: {layers}; every decoder layer must have one")
+    return len(layers)
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Give every query head its key or value head: `[b, kv, t, d]` to `[b, heads, t, d]`."""
+    if x.shape[1] == heads:
+        return x
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    heads = q.shape[1]
+    return scaled_dot_product_attention(
+        q, _repeat_heads(k, heads), _repeat_heads(v, heads), is_causal=True, scale=scaling
+    )
+
+
+@dataclass
+class WholeSequenceAttention:
+    """The trainer's attention: causal, BF16, over right-padded sequences, with an optional observer."""
+
+    observer: CalibrationObserver | None = None
+    real: Tensor | None = None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        if self.observer is not None and self.real is not None:
+            for part, x in (("q", q), ("k", k), ("v", v)):
+                self.observer.observe(layer, part, x, self.real)
+        return _causal(q, k, v, scaling)
+
+
+@dataclass
+class _LayerCache:
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass
+class CachedAttention:
+    """The rollout's attention with its KV cache `[rows, kv heads, slots, dim]`; slot = position.
+
+    Prompts are right-padded: a padded slot is overwritten before any query can see it. With FP8 the cache
+    holds E4M3 codes under static scales, attention reads them in prefill and decode alike, and the
+    scales are applied outside the products, where codes are exact in BF16.
+    """
+
+    fp8: bool
+    quantize_query: bool
+    scales: Scales = field(default_factory=dict)
+    lengths: Tensor | None = None
+    _slots: int = 0
+    _layers: dict[int, _LayerCache] = field(default_factory=dict)
+
+    def start(self, slots: int) -> None:
+        """Empty the cache; the next forward pass is a prefill into rows of `slots` positions."""
+        self._layers, self._slots, self.lengths = {}, slots, None
+
+    def expand(self, index: Tensor, lengths: Tensor) -> None:
+        """Copy prompt rows to their samples (`index` `[samples]`); `lengths` `[samples]` tokens are cached."""
+        for cache in self._layers.values():
+            cache.keys, cache.values = cache.keys[index], cache.values[index]
+        self.lengths = lengths.clone()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.fp8 else torch.bfloat16
+
+    def _scale(self, layer: int, part: str) -> float:
+        if not self.fp8:
+            return 1.0
+        try:
+            return self.scales[(layer, part)]
+        except KeyError:
+            raise EngineError(
+                f"layer {layer}: no {part} scale; FP8 attention never runs on a default scale"
+            ) from None
+
+    def _store(self, layer: int, x: Tensor, part: str) -> Tensor:
+        return quantize_static(x, self._scale(layer, part)) if self.fp8 else x
+
+    def _load(self, x: Tensor) -> Tensor:
+        return decode(x, torch.bfloat16) if self.fp8 else x
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        k, v = self._store(layer, k, "k"), self._store(layer, v, "v")
+        if self.fp8 and self.quantize_query:
+            q = decode(quantize_static(q, self._scale(layer, "q")), torch.bfloat16)
+            scaling = scaling * self._scale(layer, "q")
+        scaling = scaling * self._scale(layer, "k")
+        out = (
+            self._prefill(layer, q, k, v, scaling)
+            if self.lengths is None
+            else self._decode(layer, q, k, v, scaling)
+        )
+        return out * self._scale(layer, "v") if self.fp8 else out
+
+    def _prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        shape = (k.shape[0], k.shape[1], self._slots, k.shape[3])
+        cache = _LayerCache(k.new_zeros(shape), v.new_zeros(shape))
+        cache.keys[:, :, : k.shape[2]], cache.values[:, :, : v.shape[2]] = k, v
+        self._layers[layer] = cache
+        return _causal(q, self._load(k), self._load(v), scaling)
+
+    def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        cache, lengths = self._layers[layer], self.lengths
+        assert lengths is not None
+        rows = torch.arange(k.shape[0], device=k.device)
+        cache.keys[rows, :, lengths], cache.values[rows, :, lengths] = k[:, :, 0], v[:, :, 0]
+        filled = int(lengths.max()) + 1
+        keys, values = self._load(cache.keys[:, :, :filled]), self._load(cache.values[:, :, :filled])
+        visible = torch.arange(filled, device=k.device) <= lengths.unsqueeze(1)
+        # One query token a row: the query heads of a KV head take the place of the query positions.
+        grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
+        out = scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=visible[:, None, None, :], scale=scaling
+        )
+        return out.reshape(q.shape)

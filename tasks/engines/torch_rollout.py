@@ -1,0 +1,220 @@
+"""The PyTorch rollout engine: decodes token by token with a KV cache, on CPU or any torch device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from conf.schema import Recipe, Rollout
+from tasks.engines.precision_plan import block_spec, plan_linears
+from tasks.engines.protocols import (
+    EngineError,
+    EngineReport,
+    GenerateRequest,
+    Prompt,
+    RolloutBatch,
+    SyncError,
+    SyncPayload,
+    WeightVersionError,
+)
+from tasks.engines.torch_attention import CachedAttention, install_hook
+from tasks.engines.torch_linears import Fp8InferenceLinear, use_fp8_inference
+from tasks.engines.torch_models import empty_model, forward_hidden, head_logits, weights
+from tasks.numerics.calibration import PARTS, Scales
+from tasks.numerics.fingerprint import fingerprint
+from tasks.numerics.logprobs import greedy_tokens, sample_tokens, uniforms
+
+
+@dataclass
+class _Decoded:
+    """Responses of one decode batch: `tokens` and `logprobs` `[samples, steps]`, `lengths`, `truncated` `[samples]`."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    lengths: Tensor
+    truncated: Tensor
+
+
+class TorchRolloutEngine:
+    """See `tasks.engines.protocols.RolloutEngine`. Compute is BF16; quantised linears and cache as the recipe says."""
+
+    name = "torch"
+
+    def __init__(self, model_dir: Path, recipe: Recipe, settings: Rollout) -> None:
+        torch.set_num_threads(settings.threads)
+        self._settings = settings
+        self._recipe = recipe
+        self._model = empty_model(model_dir)
+        plan = plan_linears(self._model, recipe.rollout_linears)
+        use_fp8_inference(self._model, plan.quantized, block_spec(recipe.rollout_linears))
+        self._attention = CachedAttention(recipe.kv.quantized, recipe.kv.quantize_query)
+        self._layers = install_hook(self._model, self._attention)
+        self._version: int | None = None
+        self._slots = 0
+
+    def load_weights(self, payload: SyncPayload) -> None:
+        self._version = None
+        held = weights(self._model)
+        self._check_names(held, payload)
+        scales = self._checked_scales(payload.kv_scales)
+        for name, target in held.items():
+            source = payload.tensors[name]
+            if source.shape != target.shape or source.dtype != target.dtype:
+                raise SyncError(
+                    f"{name}: sent {tuple(source.shape)} {source.dtype}, the engine holds {tuple(target.shape)} {target.dtype}"
+                )
+        for name, target in held.items():
+            target.copy_(payload.tensors[name])
+        for module in self._model.modules():
+            if isinstance(module, Fp8InferenceLinear):
+                module.install()
+        self._attention.scales = scales
+        self._version = payload.version
+
+    def _check_names(self, held: dict[str, Tensor], payload: SyncPayload) -> None:
+        missing, extra = (
+            sorted(held.keys() - payload.tensors.keys()),
+            sorted(payload.tensors.keys() - held.keys()),
+        )
+        if missing or extra:
+            raise SyncError(
+                f"a sync must bring every tensor and no other: missing {missing[:3]}, extra {extra[:3]}"
+            )
+
+    def _checked_scales(self, scales: Scales) -> Scales:
+        wanted = (
+            {(layer, part) for layer in range(self._layers) for part in PARTS}
+            if self._recipe.kv.quantized
+            else set()
+        )
+        if wanted != scales.keys():
+            missing, extra = sorted(wanted - scales.keys()), sorted(scales.keys() - wanted)
+            raise SyncError(f"Q/K/V scales do not fit the recipe: missing {missing[:3]}, extra {extra[:3]}")
+        for (layer, part), scale in scales.items():
+            if not (scale > 0 and scale < float("inf")):
+                raise SyncError(f"layer {layer} {part}: scale {scale} is not a positive finite number")
+        return dict(scales)
+
+    @torch.inference_mode()
+    def generate(self, request: GenerateRequest) -> RolloutBatch:
+        if self._version != request.weight_version:
+            raise WeightVersionError(
+                f"the request expects version {request.weight_version}, the engine holds {self._version}"
+            )
+        self._check_lengths(request)
+        parts, prompts = [], []
+        for chunk in self._chunks(request.prompts):
+            parts.append(self._decode_chunk(chunk, request))
+            prompts.extend(prompt for prompt in chunk for _ in prompt.seeds)
+        return _assemble(prompts, parts, request.weight_version)
+
+    def _check_lengths(self, request: GenerateRequest) -> None:
+        limit = int(self._model.config.max_position_embeddings)
+        for prompt in request.prompts:
+            if not prompt.token_ids or not prompt.seeds:
+                raise EngineError(f"prompt {prompt.id}: no tokens or no seeds")
+            if len(prompt.token_ids) + request.max_new_tokens > limit:
+                raise EngineError(
+                    f"prompt {prompt.id}: {len(prompt.token_ids)} tokens + rollout.max_new_tokens {request.max_new_tokens} "
+                    f"exceed the model's {limit} positions"
+                )
+
+    def _chunks(self, prompts: tuple[Prompt, ...]) -> list[list[Prompt]]:
+        """Whole prompts whose samples fit a decode batch together; a prompt with more samples is split."""
+        limit, chunks, used = self._settings.batch_size, [], 0
+        pieces = [
+            Prompt(p.id, p.token_ids, p.seeds[i : i + limit])
+            for p in prompts
+            for i in range(0, len(p.seeds), limit)
+        ]
+        for piece in pieces:
+            if not chunks or used + len(piece.seeds) > limit:
+                chunks.append([])
+                used = 0
+            chunks[-1].append(piece)
+            used += len(piece.seeds)
+        return chunks
+
+    def _prefill(self, prompts: list[Prompt], slots: int) -> tuple[Tensor, Tensor]:
+        """Run the prompts once each; returns next-token logits and cached lengths for each sample."""
+        lengths = torch.tensor([len(p.token_ids) for p in prompts])
+        tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt.token_ids)] = torch.tensor(prompt.token_ids)
+        self._attention.start(slots)
+        hidden = forward_hidden(self._model, tokens, torch.arange(tokens.shape[1]).unsqueeze(0))
+        logits = head_logits(self._model, hidden[torch.arange(len(prompts)), lengths - 1])
+        index = torch.arange(len(prompts)).repeat_interleave(torch.tensor([len(p.seeds) for p in prompts]))
+        self._attention.expand(index, lengths[index])
+        return logits[index], lengths[index]
+
+    def _decode_chunk(self, prompts: list[Prompt], request: GenerateRequest) -> _Decoded:
+        slots = max(len(p.token_ids) for p in prompts) + request.max_new_tokens
+        logits, lengths = self._prefill(prompts, slots)
+        self._slots = max(self._slots, logits.shape[0] * slots)
+        uniform = uniforms([seed for p in prompts for seed in p.seeds], request.max_new_tokens)
+        eos = torch.tensor(request.eos_token_ids)
+        done = torch.zeros(logits.shape[0], dtype=torch.bool)
+        tokens, logprobs, counts = [], [], torch.zeros_like(lengths)
+        for step in range(request.max_new_tokens):
+            if request.greedy:
+                token, logprob = greedy_tokens(logits)
+            else:
+                token, logprob = sample_tokens(logits, request.temperature, uniform[:, step])
+            tokens.append(torch.where(done, 0, token))
+            logprobs.append(torch.where(done, float("nan"), logprob))
+            counts += (~done).to(torch.int64)
+            done |= torch.isin(token, eos)
+            if bool(done.all()) or step + 1 == request.max_new_tokens:
+                break
+            logits = self._advance(tokens[-1])
+        return _Decoded(torch.stack(tokens, 1), torch.stack(logprobs, 1), counts, ~done)
+
+    def _advance(self, token: Tensor) -> Tensor:
+        """Feed one token a sample; returns the logits of the next."""
+        lengths = self._attention.lengths
+        assert lengths is not None
+        hidden = forward_hidden(self._model, token.unsqueeze(1), lengths.unsqueeze(1))
+        self._attention.lengths = lengths + 1
+        return head_logits(self._model, hidden[:, 0])
+
+    def report(self) -> EngineReport:
+        held = weights(self._model)
+        fp8 = {name: m for name, m in self._model.named_modules() if isinstance(m, Fp8InferenceLinear)}
+        dtypes = {str(m.get_buffer("weight").dtype).removeprefix("torch.") for m in fp8.values()}
+        size = sum(t.numel() * t.element_size() for t in held.values())
+        return EngineReport(
+            engine=self.name,
+            version=self._version,
+            quantized_linears=tuple(fp8),
+            linear_dtype="/".join(sorted(dtypes)) or "bfloat16",
+            kv_dtype=str(self._attention.dtype).removeprefix("torch."),
+            query_dtype=str(
+                self._attention.dtype if self._attention.quantize_query else torch.bfloat16
+            ).removeprefix("torch."),
+            scales=dict(self._attention.scales),
+            fingerprints={name: fingerprint(tensor) for name, tensor in held.items()},
+            memory={"memory/weights_gb": size / 1e9, "memory/kv_capacity_tokens": float(self._slots)},
+        )
+
+
+def _assemble(prompts: list[Prompt], parts: list[_Decoded], version: int) -> RolloutBatch:
+    """Put prompt and response of every sample side by side, right-padded."""
+    prompt_lengths = torch.tensor([len(p.token_ids) for p in prompts])
+    response_lengths = torch.cat([part.lengths for part in parts])
+    width = int((prompt_lengths + response_lengths).max())
+    tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
+    logprobs = torch.full((len(prompts), width), float("nan"))
+    rows = [(part, row) for part in parts for row in range(part.tokens.shape[0])]
+    for sample, (prompt, (part, row)) in enumerate(zip(prompts, rows, strict=True)):
+        start, count = len(prompt.token_ids), int(part.lengths[row])
+        tokens[sample, :start] = torch.tensor(prompt.token_ids)
+        tokens[sample, start : start + count] = part.tokens[row, :count]
+        logprobs[sample, start : start + count] = part.logprobs[row, :count]
+    truncated = torch.cat([part.truncated for part in parts])
+    return RolloutBatch(
+        tokens, prompt_lengths, response_lengths, logprobs, truncated, torch.full((len(prompts),), version)
+    )

@@ -1,0 +1,135 @@
+"""The supervised phase that gives a model built from scratch its first skill, cached by all that shaped it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from conf.schema import TinyArchitecture, WarmStart
+from tasks.engines.tiny_model import create_model, save_model, train_tokenizer
+
+_RECIPE_VERSION = 1
+"""Raised when the procedure below changes, so that no older cache entry is taken for its result."""
+
+_IGNORED = -100
+_RAMP_STEPS = 30
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One supervised example: the model learns to continue `prompt` with `answer` and the end token."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class WarmStartSpec:
+    """Everything that shapes a warm start. `training` None: the untrained model."""
+
+    architecture: TinyArchitecture
+    training: WarmStart | None
+    demonstrations: tuple[Demonstration, ...]
+    threads: int
+
+    def digest(self) -> str:
+        """SHA-256 over architecture, phase, every demonstration, threads and library versions."""
+        shaped_by = {
+            "version": _RECIPE_VERSION,
+            "architecture": self.architecture.model_dump(),
+            "training": None if self.training is None else self.training.model_dump(),
+            "demonstrations": [(d.prompt, d.answer) for d in self.demonstrations],
+            "threads": self.threads,
+            "libraries": [torch.__version__, transformers.__version__, tokenizers.__version__],
+        }
+        return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()
+
+
+def cached_warm_start(
+    spec: WarmStartSpec, cache: Path, progress: Callable[[int, float], None]
+) -> tuple[Path, bool]:
+    """Folder of the warm-started model under `cache`, made if it is missing; True when it was there already.
+
+    A folder appears whole or not at all; of two runs that build the same one, the first to finish wins.
+    """
+    target = cache / spec.digest()
+    if target.is_dir():
+        return target, True
+    cache.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
+    try:
+        _build(spec, building, progress)
+        os.replace(building, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return target, False
+
+
+def _build(spec: WarmStartSpec, directory: Path, progress: Callable[[int, float], None]) -> None:
+    torch.set_num_threads(spec.threads)
+    tokenizer = train_tokenizer([d.prompt for d in spec.demonstrations], spec.architecture.vocab_size)
+    seed = 0 if spec.training is None else spec.training.seed
+    model = create_model(spec.architecture, seed, int(tokenizer.eos_token_id))
+    if spec.training is not None:
+        encode = [
+            (tokenizer.encode(d.prompt), [*tokenizer.encode(d.answer), int(tokenizer.eos_token_id)])
+            for d in spec.demonstrations
+        ]
+        _train(model, encode, spec.training, progress)
+    save_model(model, tokenizer, directory)
+
+
+def pad_supervised(pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    """Right-padded tokens and labels `[pairs, width]`; a label is -100 off the answer."""
+    width = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    tokens = torch.zeros(len(pairs), width, dtype=torch.int64)
+    labels = torch.full((len(pairs), width), _IGNORED, dtype=torch.int64)
+    for row, (prompt, answer) in enumerate(pairs):
+        start, end = len(prompt), len(prompt) + len(answer)
+        tokens[row, :end] = torch.tensor(prompt + answer)
+        labels[row, start:end] = torch.tensor(answer)
+    return tokens, labels
+
+
+def _train(
+    model: torch.nn.Module,
+    pairs: Sequence[tuple[list[int], list[int]]],
+    settings: WarmStart,
+    progress: Callable[[int, float], None],
+) -> None:
+    """AdamW with a linear ramp, then linear decay to zero over the last third."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    generator = torch.Generator().manual_seed(settings.seed)
+    model.train()
+    for step in range(settings.steps):
+        remaining = (settings.steps - step) / max(1.0, settings.steps / 3)
+        factor = min(1.0, (step + 1) / _RAMP_STEPS, remaining)
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * factor
+        chosen = torch.randint(len(pairs), (settings.batch_size,), generator=generator).tolist()
+        tokens, labels = pad_supervised([pairs[i] for i in chosen])
+        logits = model(input_ids=tokens, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        progress(step + 1, float(loss.detach()))
+    model.eval()

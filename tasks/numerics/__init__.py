@@ -1,0 +1,1 @@
+"""Pure tensor maths: no Ray, no Prefect, no configuration objects."""

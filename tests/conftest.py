@@ -1,0 +1,31 @@
+"""Shared fixtures. Telemetry of every tool is off before any of them is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.s3_server import SeaweedServer
+
+os.environ.update(
+    {
+        "DO_NOT_TRACK": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than about ten seconds")
+    config.addinivalue_line("markers", "s3: needs the S3 server of the s3_server fixture")
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[SeaweedServer]:
+    """One S3 server for the whole session; take a prefix of your own in its bucket."""
+    with SeaweedServer() as server:
+        yield server
