@@ -97,9 +97,7 @@ def _without_effect(values: Mapping[str, object], raw: Mapping[str, Any]) -> Ite
         return
     for key, value in values.items():
         if value is not None and key.startswith(_REPLACED_BY_PATH):
-            yield Problem(
-                key, value, f"has no effect beside model.path {model['path']}", "leaving one of them out"
-            )
+            yield Problem(key, value, f"has no effect beside model.path {model['path']}", "leaving one of them out")
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str | int | float | bool | None]]:

@@ -16,9 +16,7 @@ from conf.schema.run import RunConfig, kept_layer_problems
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _INDEX: Final = "model.safetensors.index.json"
-_MODEL_FOLDER: Final = (
-    f"a folder with config.json, a tokenizer ({', '.join(_TOKENIZER_FILES)}) and *.safetensors"
-)
+_MODEL_FOLDER: Final = f"a folder with config.json, a tokenizer ({', '.join(_TOKENIZER_FILES)}) and *.safetensors"
 _TASK_LIST: Final = "https://github.com/open-thought/reasoning-gym/blob/main/GALLERY.md"
 # What the data source itself decides.
 _RESERVED: Final = {
@@ -67,9 +65,7 @@ def _content_problems(config: RunConfig, folder: Path) -> Iterator[Problem]:
         shards = sorted(set(_read_object(index).get("weight_map", {}).values()))
         absent = [name for name in shards if not (folder / name).is_file()]
         if absent:
-            yield Problem(
-                "model.path", str(folder), f"lacks {', '.join(absent)}, named by {_INDEX}", _MODEL_FOLDER
-            )
+            yield Problem("model.path", str(folder), f"lacks {', '.join(absent)}, named by {_INDEX}", _MODEL_FOLDER)
     if (folder / "config.json").is_file():
         layers = _read_object(folder / "config.json").get("num_hidden_layers")
         if isinstance(layers, int):
@@ -110,9 +106,7 @@ def _task_problems(data: ReasoningGymData) -> Iterator[Problem]:
         )
         return
     config_class = datasets[data.task][1]
-    names = [
-        field.name for field in dataclasses.fields(config_class) if field.init and field.name not in _RESERVED
-    ]
+    names = [field.name for field in dataclasses.fields(config_class) if field.init and field.name not in _RESERVED]
     unknown = [
         Problem(
             f"data.parameters.{name}",

@@ -53,11 +53,7 @@ class ConfigError(Exception):
 
     def __str__(self) -> str:
         count = len(self.problems)
-        head = (
-            "the configuration is refused"
-            if count == 1
-            else f"the configuration is refused for {count} reasons"
-        )
+        head = "the configuration is refused" if count == 1 else f"the configuration is refused for {count} reasons"
         return "\n".join((f"{head}:", *(f"  {line}" for line in self.problems)))
 
 
@@ -132,9 +128,7 @@ def _unknown_kind(place: _Place, kind: str, value: Any) -> Problem:
     """A section of several kinds that says none of them."""
     tag = value.get("kind", MISSING) if isinstance(value, Mapping) else value
     kinds = list(_sections(place.owner.model_fields[place.field].annotation)) if place.field else []
-    return Problem(
-        f"{place.key}.kind", tag, _WRONG[kind], f"one of {', '.join(kinds)}", nearest_word(tag, kinds)
-    )
+    return Problem(f"{place.key}.kind", tag, _WRONG[kind], f"one of {', '.join(kinds)}", nearest_word(tag, kinds))
 
 
 def _wrong_value(place: _Place, details: ErrorDetails) -> Problem:
@@ -210,9 +204,7 @@ def _describe(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
     kind = schema.get("type")
     if kind in ("integer", "number"):
         name = "an integer" if kind == "integer" else "a number"
-        bounds = [
-            f"{sign} {show(schema[word]).removesuffix('.0')}" for word, sign in _BOUNDS if word in schema
-        ]
+        bounds = [f"{sign} {show(schema[word]).removesuffix('.0')}" for word, sign in _BOUNDS if word in schema]
         return " ".join((name, " and ".join(bounds))).strip()
     if kind == "string":
         if "pattern" in schema:

@@ -17,17 +17,11 @@ OK, FAILED, CONFIG_ERROR, INTERRUPTED = 0, 1, 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 the run failed, 2 the configuration was refused, 130 Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        prog="fp8-grpo", description="GRPO post-training with FP8 precision end to end."
-    )
+    parser = argparse.ArgumentParser(prog="fp8-grpo", description="GRPO post-training with FP8 precision end to end.")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="run GRPO training", description="Run GRPO training.")
-    train.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="such as recipe=fp8_e2e steps=20 seed=1"
-    )
-    train.add_argument(
-        "--dry-run", action="store_true", help="print the resolved configuration and the plan, and exit"
-    )
+    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as recipe=fp8_e2e steps=20 seed=1")
+    train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the plan, and exit")
     parsed = parser.parse_args(arguments)
     try:
         return _train(parsed.overrides, parsed.dry_run)
@@ -63,7 +57,6 @@ def _train(overrides: list[str], dry_run: bool) -> int:
         print(f"fp8-grpo: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
     print(f"report: {result['folder']}/report.md")
-    print(
-        f"MLflow: {Path(sys.executable).parent / 'mlflow'} ui --backend-store-uri {tracking_uri(config.tracking.uri, runs_dir)}"
-    )
+    mlflow, uri = Path(sys.executable).parent / "mlflow", tracking_uri(config.tracking.uri, runs_dir)
+    print(f"MLflow: {mlflow} ui --backend-store-uri {uri}")
     return OK

@@ -52,8 +52,4 @@ def _prefect_api_url() -> str | None:
 
 def tracking_uri(configured: str | None, runs_dir: Path) -> str:
     """Where MLflow keeps runs: the configured URI, MLFLOW_TRACKING_URI, else one SQLite file for the checkout."""
-    return (
-        configured
-        or os.environ.get("MLFLOW_TRACKING_URI")
-        or f"sqlite:///{(runs_dir / 'mlflow.db').resolve()}"
-    )
+    return configured or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(runs_dir / 'mlflow.db').resolve()}"

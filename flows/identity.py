@@ -42,14 +42,12 @@ def identify(config: RunConfig, store: CheckpointStore) -> RunIdentity:
             return RunIdentity(_new_name(config, store), None)
         newest = max(matching, key=lambda m: m.created_at)
         return RunIdentity(newest.run, newest)
-    manifest = store.latest(config.resume)
-    if manifest is None:
+    named = store.latest(config.resume)
+    if named is None:
         known = ", ".join(store.runs()) or "none"
-        raise ConfigError(
-            [f"resume = {config.resume}: no complete checkpoint at {store.url}; runs there: {known}"]
-        )
-    _check_same_config(config, manifest)
-    return RunIdentity(manifest.run, manifest)
+        raise ConfigError([f"resume = {config.resume}: no complete checkpoint at {store.url}; runs there: {known}"])
+    _check_same_config(config, named)
+    return RunIdentity(named.run, named)
 
 
 def _new_name(config: RunConfig, store: CheckpointStore) -> str:
@@ -58,9 +56,7 @@ def _new_name(config: RunConfig, store: CheckpointStore) -> str:
         return f"{config.recipe.name}-s{config.seed}-{stamp}-{secrets.token_hex(2)}"
     if (Path(config.runs_dir) / config.run_name).exists() or config.run_name in store.runs():
         raise ConfigError(
-            [
-                f"run_name = {config.run_name}: this run exists; allowed: a new name, or resume={config.run_name}"
-            ]
+            [f"run_name = {config.run_name}: this run exists; allowed: a new name, or resume={config.run_name}"]
         )
     return config.run_name
 
@@ -76,15 +72,11 @@ def _check_same_config(config: RunConfig, manifest: Manifest) -> None:
         if before.get(key) != now.get(key)
     ]
     raise ConfigError(
-        [
-            f"resume = {manifest.run}: the configuration changed ({'; '.join(changed)}); allowed: the run's own values"
-        ]
+        [f"resume = {manifest.run}: the configuration changed ({'; '.join(changed)}); allowed: the run's own values"]
     )
 
 
-def checkpoint_meta(
-    config: RunConfig, step: int, mlflow_run_id: str | None, model_dir: str
-) -> dict[str, Any]:
+def checkpoint_meta(config: RunConfig, step: int, mlflow_run_id: str | None, model_dir: str) -> dict[str, Any]:
     """What a resume must know beside the engine's state."""
     return {
         "config_digest": digest(config),

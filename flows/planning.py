@@ -15,9 +15,7 @@ def describe(config: RunConfig) -> str:
     """Resolved configuration (YAML) and plan, as text."""
     plan, recipe, a = plan_run(config), config.recipe, config.algorithm
     kv = f"{recipe.kv.dtype}, query {'e4m3' if recipe.kv.quantize_query else 'bf16'}"
-    scales = (
-        f"calibrated each step, margin {recipe.calibration.margin}" if recipe.calibration.enabled else "none"
-    )
+    scales = f"calibrated each step, margin {recipe.calibration.margin}" if recipe.calibration.enabled else "none"
     lines = [
         yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True).rstrip(),
         "",

@@ -39,9 +39,7 @@ class Record:
             old, new = before.values.get(key), values.get(key)
             if old != new and not (_is_nan(old) and _is_nan(new)):
                 self.replay_differences += 1
-                log.warning(
-                    "%s of step %d computed again: %s was %s, is %s", before.kind, before.step, key, old, new
-                )
+                log.warning("%s of step %d computed again: %s was %s, is %s", before.kind, before.step, key, old, new)
 
 
 def _is_nan(value: object) -> bool:

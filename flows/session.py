@@ -119,9 +119,7 @@ def _await_actors(engines: Engines, config: RunConfig) -> None:
     await_ready({"rollout": engines.rollout, "trainer": engines.trainer}, config.cluster)
 
 
-def _writer(
-    config: RunConfig, identity: RunIdentity, folder: Path, journal: Journal, flow_run_id: str
-) -> MlflowWriter:
+def _writer(config: RunConfig, identity: RunIdentity, folder: Path, journal: Journal, flow_run_id: str) -> MlflowWriter:
     known = None if identity.manifest is None else identity.manifest.meta["mlflow_run_id"]
     tags = {
         "recipe": config.recipe.name,

@@ -36,9 +36,7 @@ def high_precision_rollout(recipe: Recipe) -> Recipe:
 class Stepper:
     """Runs steps of an open session on a given model."""
 
-    def __init__(
-        self, session: Session, codec: TextCodec, model_dir: str, expected_linears: tuple[str, ...]
-    ) -> None:
+    def __init__(self, session: Session, codec: TextCodec, model_dir: str, expected_linears: tuple[str, ...]) -> None:
         self._s = session
         self._codec = codec
         self._model_dir = model_dir
@@ -75,9 +73,7 @@ class Stepper:
         """Greedy accuracy at the weights after `step` steps, on freshly synced weights and scales."""
         s = self._s
         self._sync()
-        return evaluate(
-            s.engines, s.dataset.eval, self._codec, s.grader, step, s.config.rollout.max_new_tokens, metric
-        )
+        return evaluate(s.engines, s.dataset.eval, self._codec, s.grader, step, s.config.rollout.max_new_tokens, metric)
 
     def evaluate_bf16(self, step: int) -> dict[str, float]:
         """`eval/accuracy_bf16`: the same weights on a BF16 rollout engine, which replaces the run's own."""

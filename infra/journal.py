@@ -274,8 +274,7 @@ def _check_values(values: Mapping[str, Value], where: str) -> None:
             raise JournalError(f"{where}: key {key!r} is not a string")
         if not isinstance(value, float | int | str | bool | None):
             raise JournalError(
-                f"{where}: {key}={value!r} is a {type(value).__name__}; "
-                "allowed are float, int, str, bool and None"
+                f"{where}: {key}={value!r} is a {type(value).__name__}; allowed are float, int, str, bool and None"
             )
 
 

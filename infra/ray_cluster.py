@@ -29,11 +29,7 @@ def ray_cluster(cluster: Cluster, namespace: str) -> Iterator[None]:
     try:
         ray.init(**_arguments(cluster, namespace))
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
-        where = (
-            cluster.address
-            if cluster.kind == "existing"
-            else f"a local Ray with {cluster.num_cpus} CPU slots"
-        )
+        where = cluster.address if cluster.kind == "existing" else f"a local Ray with {cluster.num_cpus} CPU slots"
         raise ClusterError(f"cluster.kind={cluster.kind}: could not connect to {where}: {error}") from error
     try:
         yield
@@ -80,7 +76,7 @@ def spawn(actor_class: type, name: str, threads: int, cluster: Cluster, *args: o
 
 
 def await_ready(handles: dict[str, ActorHandle], cluster: Cluster) -> None:
-    """Wait until every actor answers `ping`, at most `cluster.startup_timeout_s`; `ClusterError` names the late ones."""
+    """Wait until every actor answers `ping`; `ClusterError` names those later than `cluster.startup_timeout_s`."""
     refs = {handle.ping.remote(): role for role, handle in handles.items()}
     done, late = ray.wait(list(refs), num_returns=len(refs), timeout=cluster.startup_timeout_s)
     if late:

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
 # Build (or complete) a virtual environment: setup_venv.sh FOLDER REQUIREMENT
-# Python 3.11 is preferred where present. Without an NVIDIA GPU a CPU build of torch is taken where pip can find
-# one (PyTorch's CPU index, or a local wheel folder named by PIP_FIND_LINKS).
+# Python 3.11 is preferred where present. Without an NVIDIA GPU a CPU build of torch is installed: a wheel from a
+# folder named by PIP_FIND_LINKS, else the one that uv knows to find (plain pip would take a CUDA build of 3 GB).
 set -euo pipefail
 venv=$1
 requirement=$2
-cpu_index=https://download.pytorch.org/whl/cpu
 
 find_python() {
     local name
@@ -22,11 +21,13 @@ find_python() {
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 
 install_cpu_torch() {
-    # A local CPU wheel, then PyTorch's own CPU index; with neither, the default index decides.
     local newest
     newest=$(ls ${PIP_FIND_LINKS:+$PIP_FIND_LINKS/torch-2.1[123]*+cpu-*.whl} 2>/dev/null | sort -V | tail -n 1 || true)
     if [ -n "$newest" ] && "$venv/bin/pip" install -q "$newest"; then return; fi
-    "$venv/bin/pip" install -q --retries 0 --timeout 10 --index-url "$cpu_index" 'torch>=2.11,<2.14' 2>/dev/null || true
+    "$venv/bin/pip" install -q uv &&
+        UV_HTTP_RETRIES=1 "$venv/bin/uv" pip install -q --python "$venv/bin/python" --torch-backend cpu \
+            'torch>=2.11,<2.14' ||
+        echo "no CPU build of torch could be found; the default build is installed" >&2
 }
 
 if [ ! -x "$venv/bin/python" ]; then

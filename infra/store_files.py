@@ -30,9 +30,7 @@ class StoreFiles:
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         protocol = url.partition("://")[0] if "://" in url else "file"
         if protocol not in ("file", "s3") or "::" in url or not url.removeprefix(f"{protocol}://"):
-            raise ValueError(
-                f"{url!r} is no storage url: allowed are a path, file://PATH and s3://BUCKET/PREFIX"
-            )
+            raise ValueError(f"{url!r} is no storage url: allowed are a path, file://PATH and s3://BUCKET/PREFIX")
         self.local = protocol == "file"
         settings = dict(options) if self.local else _s3_settings(options)
         self._fs, root = url_to_fs(url, **settings)

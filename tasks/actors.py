@@ -164,6 +164,4 @@ class TrainerActor:
                     continue
                 self._engine.load(Path(folder) / "state")
             return manifest.model_dump()
-        raise EngineError(
-            f"run {run} at {url} has no usable checkpoint: {'; '.join(problems) or 'none found'}"
-        )
+        raise EngineError(f"run {run} at {url} has no usable checkpoint: {'; '.join(problems) or 'none found'}")

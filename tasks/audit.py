@@ -15,9 +15,7 @@ class AuditError(RuntimeError):
     """The rollout engine differs from the recipe or from what was sent; each line names tensor and values."""
 
 
-def audit(
-    report: EngineReport, sent: Mapping[str, Any], recipe: Recipe, expected_linears: tuple[str, ...]
-) -> None:
+def audit(report: EngineReport, sent: Mapping[str, Any], recipe: Recipe, expected_linears: tuple[str, ...]) -> None:
     """Compare the engine's own report with the recipe and with the sender's record of the sync.
 
     `sent` holds `version`, `scales` and `fingerprints` as the trainer exported them; `expected_linears` the

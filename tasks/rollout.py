@@ -18,9 +18,7 @@ def sampling_prompts(
 ) -> tuple[Prompt, ...]:
     """Token ids and one seed a sample; the seed depends on run seed, step, prompt and sample number alone."""
     return tuple(
-        Prompt(
-            e.id, codec.encode(e.prompt), tuple(sample_seed(run_seed, step, e.id, i) for i in range(group))
-        )
+        Prompt(e.id, codec.encode(e.prompt), tuple(sample_seed(run_seed, step, e.id, i) for i in range(group)))
         for e in examples
     )
 

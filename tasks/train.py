@@ -10,12 +10,8 @@ from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
 
 
 @task(name="train", **TASK_OPTIONS)
-def train(
-    engines: Engines, batch_ref: ObjectRef, logprobs_ref: ObjectRef, advantages: Tensor
-) -> dict[str, float]:
+def train(engines: Engines, batch_ref: ObjectRef, logprobs_ref: ObjectRef, advantages: Tensor) -> dict[str, float]:
     """Update the policy. Never retried: a repeated optimiser step is another run."""
     with stopwatch() as watch:
-        metrics: dict[str, float] = wait(
-            "train", engines.trainer.train.remote(batch_ref, logprobs_ref, advantages)
-        )
+        metrics: dict[str, float] = wait("train", engines.trainer.train.remote(batch_ref, logprobs_ref, advantages))
     return metrics | {"time/train_s": watch.seconds}

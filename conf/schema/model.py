@@ -116,9 +116,7 @@ class Model(Section):
 
     @field_validator("architecture")
     @classmethod
-    def _some_model_is_named(
-        cls, value: TinyArchitecture | None, info: ValidationInfo
-    ) -> TinyArchitecture | None:
+    def _some_model_is_named(cls, value: TinyArchitecture | None, info: ValidationInfo) -> TinyArchitecture | None:
         if value is None and info.data.get("path", "") is None:
             raise Refusal(Problem("path", None, "no model: architecture is null too", _MODEL_CHOICES))
         return value

@@ -17,9 +17,7 @@ from conf.schema.recipe import Recipe
 RESUME_WORDS: Final = ("never", "auto")
 _NAME_PATTERN: Final = r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$"
 _NAME_FORM: Final = "letters, digits, `.`, `_`, `-`, no leading dot"
-RunName = Annotated[
-    str, Field(pattern=_NAME_PATTERN, json_schema_extra={"allowed": f"a name ({_NAME_FORM})"})
-]
+RunName = Annotated[str, Field(pattern=_NAME_PATTERN, json_schema_extra={"allowed": f"a name ({_NAME_FORM})"})]
 Resume = Annotated[
     str,
     Field(
@@ -164,9 +162,7 @@ class RunConfig(Section):
     @classmethod
     def _name_is_not_a_word_of_resume(cls, value: str | None) -> str | None:
         if value in RESUME_WORDS:
-            raise Refusal(
-                Problem("run_name", value, f"resume={value} means something else", "any other name, or null")
-            )
+            raise Refusal(Problem("run_name", value, f"resume={value} means something else", "any other name, or null"))
         return value
 
 

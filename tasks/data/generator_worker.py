@@ -26,9 +26,7 @@ def serve(wire: Wire) -> None:
         wire.send({"error": "unknown task", "known": sorted(DATASETS)})
         return
     try:
-        dataset = reasoning_gym.create_dataset(
-            task, **decode(request["parameters"]), seed=request["seed"], size=count
-        )
+        dataset = reasoning_gym.create_dataset(task, **decode(request["parameters"]), seed=request["seed"], size=count)
     except Exception as error:
         names = sorted(f.name for f in dataclasses.fields(DATASETS[task][1]))
         wire.send({"error": f"{type(error).__name__}: {error}", "parameters": names})

@@ -65,9 +65,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise DataError(
-            f"data.path={str(path)!r}; allowed: a readable JSON lines file ({error.strerror})"
-        ) from error
+        raise DataError(f"data.path={str(path)!r}; allowed: a readable JSON lines file ({error.strerror})") from error
     blank: int | None = None
     with file:
         # Binary: text mode would also end lines at separators that JSON strings may hold.

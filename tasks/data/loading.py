@@ -31,9 +31,7 @@ def load_dataset(config: ReasoningGymData | JsonlData) -> Dataset:
     return Dataset(train=train, eval=tuple(held_out[: config.eval_prompts]), grader=grader)
 
 
-def _check_sizes(
-    config: ReasoningGymData | JsonlData, examples: list[Example], train: int, held_out: int
-) -> None:
+def _check_sizes(config: ReasoningGymData | JsonlData, examples: list[Example], train: int, held_out: int) -> None:
     source = "data.pool_size" if config.kind == "reasoning_gym" else "data.path"
     counts = f"{len(examples)} distinct prompts at data.eval_share={config.eval_share}"
     if held_out < config.eval_prompts:

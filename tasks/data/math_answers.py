@@ -53,9 +53,7 @@ def reference_values(reference: str) -> list[Any]:
     else:
         values = _parsed(reference) or ([] if _WORD.search(reference) else _formula(reference))
     if not values:
-        raise UnreadableReferenceError(
-            f"math-verify reads no value from the reference answer {reference[:80]!r}"
-        )
+        raise UnreadableReferenceError(f"math-verify reads no value from the reference answer {reference[:80]!r}")
     return values
 
 

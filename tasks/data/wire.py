@@ -31,12 +31,8 @@ def encode(value: Any, where: str = "value") -> Any:
     if isinstance(value, dict):
         if all(type(key) is str for key in value) and not {_TUPLE, _PAIRS} & value.keys():
             return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
-        return {
-            _PAIRS: [[encode(k, f"key of {where}"), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]
-        }
-    raise WireError(
-        f"{where} is a {type(value).__name__}; allowed: None, bool, int, float, str, list, tuple, dict"
-    )
+        return {_PAIRS: [[encode(k, f"key of {where}"), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
+    raise WireError(f"{where} is a {type(value).__name__}; allowed: None, bool, int, float, str, list, tuple, dict")
 
 
 def decode(value: Any) -> Any:

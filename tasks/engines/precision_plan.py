@@ -62,9 +62,7 @@ def plan_linears(model: nn.Module, precision: LinearPrecision) -> LinearPlan:
     layers = 1 + max((n for n in map(layer_number, names) if n is not None), default=-1)
     quantized = tuple(n for n in names if not _stays_high(n, precision, layers))
     if not quantized:
-        raise EngineError(
-            "the recipe asks for FP8 linears, and none of the model's layers is left to quantise"
-        )
+        raise EngineError("the recipe asks for FP8 linears, and none of the model's layers is left to quantise")
     return LinearPlan(quantized, tuple(n for n in names if n not in set(quantized)))
 
 

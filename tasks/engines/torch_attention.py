@@ -8,7 +8,7 @@ owns the KV cache.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,9 @@ class AttentionHook(Protocol):
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    hook: AttentionHook = module.fp8_grpo_hook  # type: ignore[assignment]
+    hook = cast(AttentionHook, module.fp8_grpo_hook)
     scaling = kwargs.get("scaling")
-    out = hook.attend(
-        module.layer_idx, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling
-    )  # type: ignore[arg-type]
+    out = hook.attend(module.layer_idx, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)  # type: ignore[arg-type]
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -58,8 +56,8 @@ def install_hook(model: nn.Module, hook: AttentionHook) -> int:
             continue
         if getattr(module, "sliding_window", None) is not None:
             raise EngineError(f"{name}: sliding-window attention is not supported by the torch engines")
-        module.fp8_grpo_hook = hook  # type: ignore[assignment]
-        layers.append(int(module.layer_idx))  # type: ignore[arg-type]
+        module.fp8_grpo_hook = hook
+        layers.append(int(module.layer_idx))
     if sorted(layers) != list(range(len(layers))) or not layers:
         raise EngineError(f"attention layers found: {layers}; every decoder layer must have one")
     return len(layers)
@@ -135,9 +133,7 @@ class CachedAttention:
         try:
             return self.scales[(layer, part)]
         except KeyError:
-            raise EngineError(
-                f"layer {layer}: no {part} scale; FP8 attention never runs on a default scale"
-            ) from None
+            raise EngineError(f"layer {layer}: no {part} scale; FP8 attention never runs on a default scale") from None
 
     def _store(self, layer: int, x: Tensor, part: str) -> Tensor:
         return quantize_static(x, self._scale(layer, part)) if self.fp8 else x
@@ -151,11 +147,7 @@ class CachedAttention:
             q = decode(quantize_static(q, self._scale(layer, "q")), torch.bfloat16)
             scaling = scaling * self._scale(layer, "q")
         scaling = scaling * self._scale(layer, "k")
-        out = (
-            self._prefill(layer, q, k, v, scaling)
-            if self.lengths is None
-            else self._decode(layer, q, k, v, scaling)
-        )
+        out = self._prefill(layer, q, k, v, scaling) if self.lengths is None else self._decode(layer, q, k, v, scaling)
         return out * self._scale(layer, "v") if self.fp8 else out
 
     def _prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
@@ -175,7 +167,5 @@ class CachedAttention:
         visible = torch.arange(filled, device=k.device) <= lengths.unsqueeze(1)
         # One query token a row: the query heads of a KV head take the place of the query positions.
         grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
-        out = scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=visible[:, None, None, :], scale=scaling
-        )
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=visible[:, None, None, :], scale=scaling)
         return out.reshape(q.shape)

@@ -48,11 +48,7 @@ def _prepare(model: PreTrainedModel) -> PreTrainedModel:
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Weights by Hugging Face name, tied ones once; the live tensors, not copies."""
     found = {name: p.detach() for name, p in model.named_parameters()}
-    found |= {
-        name: b
-        for name, b in model.named_buffers()
-        if name.endswith((".weight", ".weight_scale_inv", ".bias"))
-    }
+    found |= {name: b for name, b in model.named_buffers() if name.endswith((".weight", ".weight_scale_inv", ".bias"))}
     return found
 
 
@@ -64,9 +60,7 @@ def forward_logits(model: PreTrainedModel, tokens: Tensor, positions: Tensor) ->
 
 def forward_hidden(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:
     """Last hidden states `[batch, tokens, hidden]`, before lm_head."""
-    out: Tensor = model.base_model(
-        input_ids=tokens, position_ids=positions, use_cache=False
-    ).last_hidden_state
+    out: Tensor = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
     return out
 
 

@@ -68,13 +68,9 @@ class MasterOptimizer:
 
     def step(self) -> UpdateOutcome:
         """Clip by global norm and update; a non-finite gradient is dropped and reported, weights stay."""
-        norm = float(
-            torch.nn.utils.get_total_norm([p.grad for p in self.master.values() if p.grad is not None])
-        )
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.master.values() if p.grad is not None]))
         if math.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(
-                self.master.values(), self._settings.max_grad_norm, torch.tensor(norm)
-            )
+            torch.nn.utils.clip_grads_with_norm_(self.master.values(), self._settings.max_grad_norm, torch.tensor(norm))
             for group in self._adam.param_groups:
                 group["lr"] = self.learning_rate
             self._adam.step()
@@ -100,9 +96,7 @@ class MasterOptimizer:
             )
         for name, parameter in self.master.items():
             if master[name].shape != parameter.shape:
-                raise EngineError(
-                    f"{name}: checkpoint {tuple(master[name].shape)}, model {tuple(parameter.shape)}"
-                )
+                raise EngineError(f"{name}: checkpoint {tuple(master[name].shape)}, model {tuple(parameter.shape)}")
             parameter.copy_(master[name])
             prefix = f"{name}."
             moments = {

@@ -64,7 +64,8 @@ class TorchRolloutEngine:
             source = payload.tensors[name]
             if source.shape != target.shape or source.dtype != target.dtype:
                 raise SyncError(
-                    f"{name}: sent {tuple(source.shape)} {source.dtype}, the engine holds {tuple(target.shape)} {target.dtype}"
+                    f"{name}: sent {tuple(source.shape)} {source.dtype}, "
+                    f"the engine holds {tuple(target.shape)} {target.dtype}"
                 )
         for name, target in held.items():
             target.copy_(payload.tensors[name])
@@ -80,15 +81,11 @@ class TorchRolloutEngine:
             sorted(payload.tensors.keys() - held.keys()),
         )
         if missing or extra:
-            raise SyncError(
-                f"a sync must bring every tensor and no other: missing {missing[:3]}, extra {extra[:3]}"
-            )
+            raise SyncError(f"a sync brings every tensor and no other: missing {missing[:3]}, extra {extra[:3]}")
 
     def _checked_scales(self, scales: Scales) -> Scales:
         wanted = (
-            {(layer, part) for layer in range(self._layers) for part in PARTS}
-            if self._recipe.kv.quantized
-            else set()
+            {(layer, part) for layer in range(self._layers) for part in PARTS} if self._recipe.kv.quantized else set()
         )
         if wanted != scales.keys():
             missing, extra = sorted(wanted - scales.keys()), sorted(scales.keys() - wanted)
@@ -105,7 +102,8 @@ class TorchRolloutEngine:
                 f"the request expects version {request.weight_version}, the engine holds {self._version}"
             )
         self._check_lengths(request)
-        parts, prompts = [], []
+        parts: list[_Decoded] = []
+        prompts: list[Prompt] = []
         for chunk in self._chunks(request.prompts):
             parts.append(self._decode_chunk(chunk, request))
             prompts.extend(prompt for prompt in chunk for _ in prompt.seeds)
@@ -118,17 +116,16 @@ class TorchRolloutEngine:
                 raise EngineError(f"prompt {prompt.id}: no tokens or no seeds")
             if len(prompt.token_ids) + request.max_new_tokens > limit:
                 raise EngineError(
-                    f"prompt {prompt.id}: {len(prompt.token_ids)} tokens + rollout.max_new_tokens {request.max_new_tokens} "
-                    f"exceed the model's {limit} positions"
+                    f"prompt {prompt.id}: {len(prompt.token_ids)} tokens + rollout.max_new_tokens "
+                    f"{request.max_new_tokens} exceed the model's {limit} positions"
                 )
 
     def _chunks(self, prompts: tuple[Prompt, ...]) -> list[list[Prompt]]:
         """Whole prompts whose samples fit a decode batch together; a prompt with more samples is split."""
-        limit, chunks, used = self._settings.batch_size, [], 0
+        limit, used = self._settings.batch_size, 0
+        chunks: list[list[Prompt]] = []
         pieces = [
-            Prompt(p.id, p.token_ids, p.seeds[i : i + limit])
-            for p in prompts
-            for i in range(0, len(p.seeds), limit)
+            Prompt(p.id, p.token_ids, p.seeds[i : i + limit]) for p in prompts for i in range(0, len(p.seeds), limit)
         ]
         for piece in pieces:
             if not chunks or used + len(piece.seeds) > limit:
@@ -192,9 +189,9 @@ class TorchRolloutEngine:
             quantized_linears=tuple(fp8),
             linear_dtype="/".join(sorted(dtypes)) or "bfloat16",
             kv_dtype=str(self._attention.dtype).removeprefix("torch."),
-            query_dtype=str(
-                self._attention.dtype if self._attention.quantize_query else torch.bfloat16
-            ).removeprefix("torch."),
+            query_dtype=str(self._attention.dtype if self._attention.quantize_query else torch.bfloat16).removeprefix(
+                "torch."
+            ),
             scales=dict(self._attention.scales),
             fingerprints={name: fingerprint(tensor) for name, tensor in held.items()},
             memory={"memory/weights_gb": size / 1e9, "memory/kv_capacity_tokens": float(self._slots)},

@@ -66,9 +66,7 @@ class TorchTrainerEngine:
         self._attention = WholeSequenceAttention()
         self._layers = install_hook(self._model, self._attention)
         master = weights(loaded_model(model_dir, torch.float32))
-        self._optimizer = MasterOptimizer(
-            dict(self._model.named_parameters()), master, spec.trainer.optimizer
-        )
+        self._optimizer = MasterOptimizer(dict(self._model.named_parameters()), master, spec.trainer.optimizer)
         self._reference = self._frozen_reference(model_dir)
         self._scales: Scales = {}
         self._version = 0
@@ -218,15 +216,11 @@ class TorchTrainerEngine:
 
     def load(self, directory: Path) -> None:
         state = json.loads((directory / _STATE).read_text())
-        self._optimizer.load(
-            load_file(directory / _WEIGHTS), load_file(directory / _OPTIMIZER), state["updates"]
-        )
+        self._optimizer.load(load_file(directory / _WEIGHTS), load_file(directory / _OPTIMIZER), state["updates"])
         self._version = state["version"]
         self._scales = {}
         for key, value in state["scales"].items():
             layer, _, part = key.partition(".")
             if int(layer) >= self._layers:
-                raise EngineError(
-                    f"checkpoint has a scale for layer {layer}, the model has {self._layers} layers"
-                )
+                raise EngineError(f"checkpoint has a scale for layer {layer}, the model has {self._layers} layers")
             self._scales[(int(layer), part)] = float.fromhex(value)

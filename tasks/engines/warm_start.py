@@ -57,9 +57,7 @@ class WarmStartSpec:
         return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()
 
 
-def cached_warm_start(
-    spec: WarmStartSpec, cache: Path, progress: Callable[[int, float], None]
-) -> tuple[Path, bool]:
+def cached_warm_start(spec: WarmStartSpec, cache: Path, progress: Callable[[int, float], None]) -> tuple[Path, bool]:
     """Folder of the warm-started model under `cache`, made if it is missing; True when it was there already.
 
     A folder appears whole or not at all; of two runs that build the same one, the first to finish wins.
@@ -113,9 +111,7 @@ def _train(
     progress: Callable[[int, float], None],
 ) -> None:
     """AdamW with a linear ramp, then linear decay to zero over the last third."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     generator = torch.Generator().manual_seed(settings.seed)
     model.train()
     for step in range(settings.steps):

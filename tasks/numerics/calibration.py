@@ -93,9 +93,7 @@ class CalibrationObserver:
         scales = {key: scale_from_amax(self._amplitude(key), self._margin) for key in self._stats}
         for (layer, part), scale in scales.items():
             if not scale > 0 or not np.isfinite(scale):
-                raise CalibrationError(
-                    f"layer {layer} {part}: amax gives the scale {scale}, which is not usable"
-                )
+                raise CalibrationError(f"layer {layer} {part}: amax gives the scale {scale}, which is not usable")
         return CalibrationResult(scales, self._metrics(scales) if self._in_use else {})
 
     def _amplitude(self, key: ScaleKey) -> float:

@@ -38,9 +38,7 @@ def token_weights(p: Tensor, q: Tensor, mask: Tensor, correction: Correction) ->
     """Weight of each token, fp32, shape of `p`; exactly 0 where `mask` is false, 1 where q is missing."""
     d = torch.where(mask & torch.isfinite(q), p.to(torch.float64) - q.to(torch.float64), 0.0)
     raw = torch.exp(d.clamp(-CLAMP, CLAMP))
-    weights = (
-        raw.clamp(max=correction.cap) if isinstance(correction, TokenTruncation) else torch.ones_like(raw)
-    )
+    weights = raw.clamp(max=correction.cap) if isinstance(correction, TokenTruncation) else torch.ones_like(raw)
     return torch.where(mask, weights, 0.0).to(torch.float32).detach()
 
 

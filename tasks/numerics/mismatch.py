@@ -44,9 +44,7 @@ def log_ratios(p: Tensor, q: Tensor, mask: Tensor) -> LogRatios:
     """
     p, q = p[mask].to(torch.float64), q[mask].to(torch.float64)
     if not bool(torch.isfinite(p).all()):
-        raise NonFiniteScoreError(
-            f"{int((~torch.isfinite(p)).sum())} scored log-probabilities are not finite"
-        )
+        raise NonFiniteScoreError(f"{int((~torch.isfinite(p)).sum())} scored log-probabilities are not finite")
     absent = ~torch.isfinite(q)
     q = torch.where(absent, p, q)
     d = p - q

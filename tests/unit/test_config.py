@@ -192,9 +192,7 @@ def test_null_stays_null() -> None:
     )
     assert nulls == (None,) * 5
     flat = flatten(config)
-    assert [flat[key] for key in ("run_name", "model.warm_start", "model.path", "cluster.address")] == [
-        None
-    ] * 4
+    assert [flat[key] for key in ("run_name", "model.warm_start", "model.path", "cluster.address")] == [None] * 4
 
 
 def test_the_word_none_is_not_null() -> None:
@@ -263,9 +261,7 @@ def test_flatten_gives_dotted_scalars() -> None:
     assert flatten(compose())["storage.options"] == "{}"
     assert {type(value) for value in flat.values()} <= {str, int, float, bool, type(None)}
     leaves = [key for key in known_keys() if key in flat]
-    assert len(leaves) == len(
-        [key for key in flat if not key.startswith(("data.parameters.", "storage.options."))]
-    )
+    assert len(leaves) == len([key for key in flat if not key.startswith(("data.parameters.", "storage.options."))])
 
 
 def test_digest_is_sha256_of_canonical_json_of_what_shapes_results() -> None:

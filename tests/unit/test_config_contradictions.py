@@ -104,8 +104,7 @@ def problems(overrides: list[str]) -> list[str]:
         (["data=jsonl"], "data.path = (missing): required; allowed: text that is not empty"),
         (
             ["data=jsonl", "data.path=x.jsonl", "data.prompt_template='Solve {q}'"],
-            "data.prompt_template = Solve {q}: the question has no place in it; "
-            "allowed: text that contains {question}",
+            "data.prompt_template = Solve {q}: the question has no place in it; allowed: text that contains {question}",
         ),
         (["storage=s3"], "storage.url = (missing): required; allowed: text that is not empty"),
         (
@@ -139,8 +138,7 @@ def problems(overrides: list[str]) -> list[str]:
         ),
         (
             ["cluster=existing"],
-            "cluster.address = null: not the address of a Ray cluster; "
-            "allowed: HOST:PORT, ray://HOST:PORT or auto",
+            "cluster.address = null: not the address of a Ray cluster; allowed: HOST:PORT, ray://HOST:PORT or auto",
         ),
         (
             ["cluster.address=10.0.0.1:6379"],

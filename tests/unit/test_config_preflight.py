@@ -52,9 +52,7 @@ def test_preflight_accepts_a_whole_folder(tmp_path: Path) -> None:
         ((), "lacks config.json, a tokenizer file, weights (*.safetensors)"),
     ],
 )
-def test_preflight_names_what_a_model_folder_lacks(
-    tmp_path: Path, files: tuple[str, ...], wrong: str
-) -> None:
+def test_preflight_names_what_a_model_folder_lacks(tmp_path: Path, files: tuple[str, ...], wrong: str) -> None:
     folder = model_folder(tmp_path / "m", *files)
     found = preflight_problems([f"model.path={folder}", *jsonl(tmp_path)])
     assert found == [f"model.path = {folder}: {wrong}; allowed: {FOLDER}"]

@@ -13,9 +13,7 @@ TOP = (
     "recipe, algorithm, correction, model, data, rollout, trainer, cluster, tracking, storage, steps, seed, "
     "eval_every, checkpoint_every, runs_dir, run_name, resume"
 )
-ALGORITHM = (
-    "name, group_size, prompts_per_step, updates_per_step, clip_low, clip_high, kl_coef, advantage_eps"
-)
+ALGORITHM = "name, group_size, prompts_per_step, updates_per_step, clip_low, clip_high, kl_coef, advantage_eps"
 RECIPES = "one of bf16, fp8_e2e, fp8_e2e_kv, fp8_rollout, fp8_rollout_kv"
 NAME = "letters, digits, `.`, `_`, `-`, no leading dot"
 QUOTING = "a value with spaces or signs is quoted within the override: 'key=\"a value\"'"
@@ -45,8 +43,7 @@ def problems(overrides: list[str]) -> list[str]:
         ),
         (
             "algorithm.group_sise=8",
-            f"algorithm.group_sise = 8: unknown key; allowed: {ALGORITHM}; did you mean "
-            f"algorithm.group_size?",
+            f"algorithm.group_sise = 8: unknown key; allowed: {ALGORITHM}; did you mean algorithm.group_size?",
         ),
         (
             "recip.kv.dtype=e4m3",
@@ -54,8 +51,7 @@ def problems(overrides: list[str]) -> list[str]:
         ),
         (
             "recipe.kv.dtyp=e4m3",
-            "recipe.kv.dtyp = e4m3: unknown key; allowed: dtype, quantize_query; did you mean "
-            "recipe.kv.dtype?",
+            "recipe.kv.dtyp = e4m3: unknown key; allowed: dtype, quantize_query; did you mean recipe.kv.dtype?",
         ),
     ],
 )
@@ -73,13 +69,11 @@ def test_unknown_key(override: str, line: str) -> None:
         ("rollout=vllm", "rollout = vllm: no such option; allowed: one of torch"),
         (
             "~recipe",
-            "~recipe = null: a key cannot be removed; allowed: ~ before data.parameters or "
-            "storage.options only",
+            "~recipe = null: a key cannot be removed; allowed: ~ before data.parameters or storage.options only",
         ),
         (
             "~steps",
-            "~steps = null: a key cannot be removed; allowed: ~ before data.parameters or "
-            "storage.options only",
+            "~steps = null: a key cannot be removed; allowed: ~ before data.parameters or storage.options only",
         ),
         (
             "steps=1,2",
@@ -158,18 +152,15 @@ def test_options_and_forms(override: str, line: str) -> None:
         ),
         (
             "recipe.rollout_linears.weight_block=[1]",
-            "recipe.rollout_linears.weight_block = [1]: too few items; allowed: a list of 2, each "
-            "an integer >= 1",
+            "recipe.rollout_linears.weight_block = [1]: too few items; allowed: a list of 2, each an integer >= 1",
         ),
         (
             "recipe.rollout_linears.weight_block=[128,0]",
-            "recipe.rollout_linears.weight_block[1] = 0: too small; allowed: a list of 2, each an "
-            "integer >= 1",
+            "recipe.rollout_linears.weight_block[1] = 0: too small; allowed: a list of 2, each an integer >= 1",
         ),
         (
             "recipe.rollout_linears.exclude=lm_head",
-            "recipe.rollout_linears.exclude = lm_head: not a list; "
-            "allowed: a list, each item text that is not empty",
+            "recipe.rollout_linears.exclude = lm_head: not a list; allowed: a list, each item text that is not empty",
         ),
         ("data.parameters=3", "data.parameters = 3: not a map; allowed: a map"),
         (
@@ -178,15 +169,13 @@ def test_options_and_forms(override: str, line: str) -> None:
         ),
         (
             "data.kind=jsonk",
-            "data.kind = jsonk: not one of the choices; allowed: one of reasoning_gym, jsonl; did "
-            "you mean jsonl?",
+            "data.kind = jsonk: not one of the choices; allowed: one of reasoning_gym, jsonl; did you mean jsonl?",
         ),
         ("run_name=a/b", f"run_name = a/b: not of the required form; allowed: a name ({NAME}) or null"),
         ("run_name=.x", f"run_name = .x: not of the required form; allowed: a name ({NAME}) or null"),
         (
             "run_name=12",
-            f"run_name = 12: not text; allowed: a name ({NAME}) or null (quoted to be text: "
-            f"'run_name=\"12\"')",
+            f"run_name = 12: not text; allowed: a name ({NAME}) or null (quoted to be text: 'run_name=\"12\"')",
         ),
         (
             "run_name=auto",

@@ -107,9 +107,7 @@ def test_duplicate_prompts_collapse_to_the_first_and_contradictions_are_counted(
     with caplog.at_level(logging.WARNING):
         examples = read_examples(_config(path))
     assert [(e.prompt, e.answer) for e in examples] == [("A b\n", "1")]
-    assert caplog.messages == [
-        f"{path}: 1 rows repeat an earlier prompt with another answer; the first is used"
-    ]
+    assert caplog.messages == [f"{path}: 1 rows repeat an earlier prompt with another answer; the first is used"]
 
 
 def _many(tmp_path, count: int = 200):

@@ -120,6 +120,4 @@ def test_wire_carries_values_exactly(value):
 def test_wire_refuses_what_it_cannot_carry():
     with pytest.raises(WireError) as caught:
         encode({"a": [1, {2}]}, "metadata")
-    assert str(caught.value) == (
-        "metadata.a[1] is a set; allowed: None, bool, int, float, str, list, tuple, dict"
-    )
+    assert str(caught.value) == ("metadata.a[1] is a set; allowed: None, bool, int, float, str, list, tuple, dict")

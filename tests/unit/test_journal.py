@@ -113,9 +113,7 @@ def test_bad_entries_are_named(path: Path, kind: str, step: int, values: dict, m
 
 
 @pytest.mark.parametrize("kept", [1, 20, -1])
-def test_a_torn_last_line_is_cut_off_with_a_warning(
-    path: Path, caplog: pytest.LogCaptureFixture, kept: int
-) -> None:
+def test_a_torn_last_line_is_cut_off_with_a_warning(path: Path, caplog: pytest.LogCaptureFixture, kept: int) -> None:
     write_three(path)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[1] + lines[2][:kept])

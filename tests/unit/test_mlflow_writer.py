@@ -151,9 +151,7 @@ def test_steps_computed_again_elsewhere_are_not_doubled(setting: Setting, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["create_run", "log_batch", "set_terminated"])
-def test_a_lost_answer_is_not_logged_again(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_lost_answer_is_not_logged_again(setting: Setting, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The store did what it was asked, and the connection broke before the answer, once."""
     from mlflow import MlflowClient
 
@@ -183,9 +181,7 @@ def test_a_lost_answer_is_not_logged_again(
     assert setting.points(run_id, "loss/policy") == expected(3)
 
 
-def test_a_store_without_the_run_gets_all_of_it_anew(
-    setting: Setting, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_without_the_run_gets_all_of_it_anew(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
     setting.steps(0, 3)
     _, run_id = setting.run_through()
     setting.client().delete_run(run_id)
@@ -239,9 +235,7 @@ def test_close_reports_the_same_again_and_refuses_other_words(setting: Setting) 
     assert setting.client().get_run(writer.run_id).info.status == "FAILED"
 
 
-def test_an_unreachable_store_costs_no_more_than_the_patience(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_store_costs_no_more_than_the_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     (tmp_path / "report.md").write_text("# report")
     with socket.socket() as closed:
@@ -263,9 +257,7 @@ def test_an_unreachable_store_costs_no_more_than_the_patience(
     assert setting.cursor.exists() and writer.run_id is None
 
 
-def test_a_store_that_hangs_does_not_hold_up_the_end(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_hangs_does_not_hold_up_the_end(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrackedRun, "log_entry", lambda self, entry: time.sleep(30))
     setting.steps(0, 2)
     writer = setting.writer()
@@ -291,9 +283,7 @@ def test_a_deleted_experiment_is_named(setting: Setting) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_goes_away_and_comes_back(
-    tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_goes_away_and_comes_back(tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     port = free_port()
     setting = Setting(tmp_path, f"http://127.0.0.1:{port}")

@@ -28,9 +28,7 @@ class Place:
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.url, self.options = url, dict(options)
         self.store = CheckpointStore(url, options)
-        self.fs, self.root = fsspec.core.url_to_fs(
-            url, **({"use_listings_cache": False, **options} if options else {})
-        )
+        self.fs, self.root = fsspec.core.url_to_fs(url, **({"use_listings_cache": False, **options} if options else {}))
 
     def write(self, name: str, data: bytes) -> None:
         self.fs.makedirs(f"{self.root}/{name}".rpartition("/")[0], exist_ok=True)
@@ -362,9 +360,7 @@ def test_meta_floats_come_back_bit_by_bit(place: Place, files: dict[str, Path]) 
     assert latest.meta["pair"] == [1, 2] and latest == returned
 
 
-@pytest.mark.parametrize(
-    "url", ["", "gs://bucket/x", "http://host/x", "s3://", "file://", "simplecache::s3://b/x"]
-)
+@pytest.mark.parametrize("url", ["", "gs://bucket/x", "http://host/x", "s3://", "file://", "simplecache::s3://b/x"])
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(StoreError, match=r"allowed are a path, file://PATH and s3://BUCKET/PREFIX"):
         CheckpointStore(url)

@@ -38,9 +38,7 @@ def test_an_s3_that_does_not_answer_is_an_error_soon_and_not_an_empty_store(file
             assert time.monotonic() - start < 8.0
 
 
-def test_a_wrong_secret_and_a_missing_bucket_are_errors(
-    s3_server: SeaweedServer, files: dict[str, Path]
-) -> None:
+def test_a_wrong_secret_and_a_missing_bucket_are_errors(s3_server: SeaweedServer, files: dict[str, Path]) -> None:
     wrong = s3_server.storage_options | {"secret": "wrong"}
     store = CheckpointStore(f"s3://{s3_server.bucket}/p", wrong)
     for call in (lambda: store.latest(RUN), lambda: store.publish(RUN, 1, files, {})):
