@@ -46,7 +46,7 @@ def _train(overrides: list[str], dry_run: bool) -> int:
             raise ConfigError([str(error)]) from error
         return OK
     runs_dir = Path(config.runs_dir)
-    prepare_environment(runs_dir)
+    prepare_environment(runs_dir, local_ray=config.cluster.kind == "local")
     # Imported here: prefect, ray and mlflow read their settings from the environment on import.
     from flows.failures import RUN_FAILURES
     from flows.train import fp8_grpo

@@ -25,8 +25,14 @@ _DEFAULTS = {
 }
 
 
-def prepare_environment(runs_dir: Path) -> None:
-    """Set what is not set; call before prefect, mlflow and ray are imported."""
+def prepare_environment(runs_dir: Path, local_ray: bool) -> None:
+    """Set what is not set; call before prefect, mlflow and ray are imported.
+
+    `local_ray`: Ray will be started by this process, and then listens on loopback alone.
+    """
+    if local_ray:
+        # Ray has no other switch for it: 127.0.0.1 as an argument is replaced by the host's address.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     if _prefect_api_url() is None:

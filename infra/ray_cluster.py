@@ -14,8 +14,6 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from conf.schema import Cluster
 
-LOOPBACK = "127.0.0.1"
-
 
 class ClusterError(RuntimeError):
     """Ray could not be started or joined, or an actor could not be placed in time."""
@@ -48,7 +46,6 @@ def _arguments(cluster: Cluster, namespace: str) -> dict[str, Any]:
         "num_cpus": cluster.num_cpus,
         "include_dashboard": False,
         "object_store_memory": cluster.object_store_mb * 2**20,
-        "_node_ip_address": LOOPBACK,
     }
 
 
@@ -69,7 +66,7 @@ def spawn(actor_class: type, name: str, threads: int, cluster: Cluster, *args: o
         "max_restarts": 0,
         # A local Ray serves this run alone, and its engines take turns.
         "num_cpus": threads if cluster.kind == "existing" else 0,
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}},
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}},
     }
     handle: ActorHandle = ray.remote(actor_class).options(**options).remote(*args)
     return handle

@@ -52,8 +52,8 @@ class CalibrationResult:
 class CalibrationObserver:
     """Collects statistics of q, k, v over any number of forward passes.
 
-    Counts against `in_use` (empty at bootstrap) are taken before the new scales exist, on the same
-    values. Not thread-safe; one observer serves one calibration.
+    Counts against `in_use` (empty at bootstrap, else one scale for each layer and part) are taken before
+    the new scales exist, on the same values. Not thread-safe; one observer serves one calibration.
     """
 
     def __init__(self, layers: int, margin: float, percentile: float, in_use: Scales | None = None) -> None:
@@ -63,6 +63,9 @@ class CalibrationObserver:
         self._percentile = percentile
         self._in_use = dict(in_use or {})
         self._stats = {(layer, part): _Statistics() for layer in range(layers) for part in PARTS}
+        for layer, part in sorted(self._stats.keys() ^ self._in_use.keys() if self._in_use else ()):
+            what = "has no scale in use" if (layer, part) in self._stats else f"is not one of the {layers} layers"
+            raise CalibrationError(f"layer {layer} {part}: {what}")
 
     def observe(self, layer: int, part: str, x: Tensor, real: Tensor) -> None:
         """Add values of one layer: `x` `[batch, heads, tokens, head_dim]`, `real` bool `[batch, tokens]`."""

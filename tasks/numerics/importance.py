@@ -54,7 +54,8 @@ def importance_metrics(ratios: LogRatios, cap: float) -> dict[str, float]:
     return {
         "importance/mean": float(w.mean()),
         "importance/max": float(w.max()),
-        "importance/ess": float(w.sum() ** 2 / (w.numel() * (w**2).sum())),
+        # Equal weights can round to just above 1.
+        "importance/ess": min(1.0, float(w.sum() ** 2 / (w.numel() * (w**2).sum()))),
         "importance/truncated_fraction": float((w > cap).to(torch.float64).mean()),
         "importance/truncated_mean": float(w.clamp(max=cap).mean()),
     }

@@ -1,0 +1,1 @@
+"""Whole runs: real processes, real servers, real kills."""

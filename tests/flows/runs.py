@@ -1,0 +1,123 @@
+"""Starting the command line as a person would, killing it, and reading what it left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from mlflow import MlflowClient
+
+from flows.record import MEASURED
+from infra.journal import Journal
+from infra.store import CheckpointStore
+
+SMALL = (
+    "steps=6",
+    "eval_every=3",
+    "checkpoint_every=2",
+    "model.warm_start.steps=25",
+    "data.pool_size=3000",
+    "data.eval_prompts=64",
+    "algorithm.prompts_per_step=4",
+    "algorithm.group_size=4",
+    "trainer.micro_batch_size=8",
+)
+"""A run that takes seconds and still goes through every phase, with two micro-batches an update."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Exit code and output of a command."""
+
+    code: int
+    out: str
+
+
+def command(arguments: Sequence[str], runs_dir: Path) -> list[str]:
+    """The command line of a small training run whose files stay below `runs_dir`."""
+    program = [sys.executable, "-c", "import sys; from flows.cli import main; sys.exit(main(sys.argv[1:]))"]
+    places = [f"runs_dir={runs_dir}", f"storage.url={runs_dir}/checkpoints"]
+    return [*program, "train", *SMALL, *places, *arguments]
+
+
+def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    clean = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL")}
+    return clean | {"PYTHONPATH": root} | dict(extra or {})
+
+
+def train(arguments: Sequence[str], runs_dir: Path, environment: Mapping[str, str] | None = None) -> Finished:
+    """Run to the end."""
+    done = subprocess.run(
+        command(arguments, runs_dir),
+        env=_environment(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )
+    return Finished(done.returncode, done.stdout)
+
+
+def train_and_kill(
+    arguments: Sequence[str], runs_dir: Path, run: str, after_step: int, environment: Mapping[str, str] | None = None
+) -> None:
+    """SIGKILL the driver as soon as `after_step` is in the journal, that is inside the step after it."""
+    process = subprocess.Popen(
+        command([*arguments, f"run_name={run}"], runs_dir),
+        env=_environment(environment),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    journal, deadline = runs_dir / run / "journal.jsonl", time.monotonic() + 240
+    needle = f'"kind":"step","step":{after_step},'
+    while not (journal.is_file() and needle in journal.read_text().replace(" ", "")):
+        assert process.poll() is None, f"the run ended before step {after_step}"
+        assert time.monotonic() < deadline, f"step {after_step} did not come"
+        time.sleep(0.02)
+    children = psutil.Process(process.pid).children(recursive=True)
+    time.sleep(0.15)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    _sweep(children)
+
+
+def _sweep(children: list[psutil.Process]) -> None:
+    """Ray's helpers notice the death of their owner within a minute; the next start need not wait for it."""
+    _, alive = psutil.wait_procs(children, timeout=3)
+    for child in alive:
+        child.kill()
+    psutil.wait_procs(alive, timeout=10)
+
+
+def journal_of(runs_dir: Path, run: str) -> Journal:
+    """The journal of a finished run."""
+    return Journal(runs_dir / run / "journal.jsonl")
+
+
+def points(runs_dir: Path, run: str) -> dict[tuple[str, int], list[float]]:
+    """All points of the run in MLflow by (metric, step), without those that are measured on the machine."""
+    client = MlflowClient(f"sqlite:///{runs_dir}/mlflow.db")
+    experiment = client.get_experiment_by_name("fp8-grpo")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{run}'")
+    collected: dict[tuple[str, int], list[float]] = {}
+    for key in found.data.metrics:
+        if not key.startswith(MEASURED):
+            for point in client.get_metric_history(found.info.run_id, key):
+                collected.setdefault((key, point.step), []).append(point.value)
+    return collected
+
+
+def final_weights(url: str, run: str, options: Mapping[str, object] | None = None) -> dict[str, str]:
+    """SHA-256 of weights, optimiser and state in the newest checkpoint."""
+    manifest = CheckpointStore(url, options).latest(run)
+    assert manifest is not None and manifest.step == 6
+    return {f.path: f.sha256 for f in manifest.files if f.path != "journal.jsonl"}

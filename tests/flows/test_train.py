@@ -1,0 +1,101 @@
+"""One uninterrupted run, the same run again, and the same run killed in the middle of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from tests.flows.runs import final_weights, journal_of, points, train, train_and_kill
+
+METRICS = """
+mismatch/token_mult_prob_error mismatch/gen_kl mismatch/policy_kl mismatch/js mismatch/max_abs_logprob_diff
+mismatch/p99_abs_logprob_diff mismatch/clamped_tokens mismatch/missing_rollout_logprobs importance/mean importance/max
+importance/ess importance/truncated_fraction importance/truncated_mean reward/mean reward/zero_variance_fraction
+eval/accuracy eval/accuracy_bf16 loss/policy loss/kl optim/grad_norm optim/lr optim/skipped_steps policy/entropy
+policy/clipped_fraction calibration/max_rel_change calibration/saturated_fraction calibration/underflow_fraction
+rollout/mean_length rollout/truncated_fraction time/sync_s time/rollout_s time/reward_s time/score_s time/train_s
+time/calibrate_s time/step_s time/eval_s time/checkpoint_s time/bootstrap_s throughput/rollout_tokens_per_s
+throughput/train_tokens_per_s memory/weights_gb memory/kv_capacity_tokens memory/peak_gb
+""".split()
+
+
+@pytest.fixture(scope="module")
+def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all runs: they share the MLflow store and the warm start's cache, as in a checkout."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def reference(runs_dir: Path) -> str:
+    """The uninterrupted run."""
+    done = train(["run_name=reference"], runs_dir)
+    assert done.code == 0, done.out
+    assert "what this run did" in done.out and "eval accuracy, after" in done.out
+    assert f"ui --backend-store-uri sqlite:///{runs_dir}/mlflow.db" in done.out
+    return "reference"
+
+
+def test_mlflow_holds_the_whole_run(runs_dir: Path, reference: str) -> None:
+    client = MlflowClient(f"sqlite:///{runs_dir}/mlflow.db")
+    experiment = client.get_experiment_by_name("fp8-grpo")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id], "attributes.run_name = 'reference'")
+    assert sorted(set(METRICS) - set(run.data.metrics)) == []
+    assert run.info.status == "FINISHED"
+    assert {k: run.data.tags[k] for k in ("recipe", "engine.rollout", "engine.trainer", "model", "seed")} == {
+        "recipe": "fp8_e2e_kv",
+        "engine.rollout": "torch",
+        "engine.trainer": "torch",
+        "model": "tiny_qwen3",
+        "seed": "0",
+    }
+    assert run.data.tags["flow_run_id"] and run.data.tags["git_commit"]
+    assert run.data.params["recipe.kv.dtype"] == "e4m3" and run.data.params["model.path"] == "null"
+    names = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
+    assert {"config.yaml", "report.md", "report.png"} <= names
+
+
+def test_every_step_and_evaluation_is_there_once(runs_dir: Path, reference: str) -> None:
+    found = points(runs_dir, reference)
+    assert {step for key, step in found if key == "reward/mean"} == {1, 2, 3, 4, 5, 6}
+    assert {step for key, step in found if key == "eval/accuracy"} == {0, 3, 6}
+    assert all(len(values) == 1 for values in found.values())
+
+
+def test_the_figures_make_sense(runs_dir: Path, reference: str) -> None:
+    journal = journal_of(runs_dir, reference)
+    steps = [entry.values for entry in journal.entries() if entry.kind == "step"]
+    for values in steps:
+        parts = [values[f"time/{p}_s"] for p in ("sync", "rollout", "reward", "score", "train", "calibrate")]
+        assert values["time/step_s"] == pytest.approx(sum(parts))
+        assert 1 < values["mismatch/token_mult_prob_error"] < 1.2
+        assert values["mismatch/missing_rollout_logprobs"] == 0
+        assert 0 < values["importance/ess"] <= 1
+        assert values["optim/skipped_steps"] == 0
+        assert 0 < values["throughput/rollout_tokens_per_s"]
+    journal.close()
+
+
+def test_same_command_and_seed_twice_is_bitwise_equal(runs_dir: Path, reference: str) -> None:
+    done = train(["run_name=again"], runs_dir)
+    assert done.code == 0, done.out
+    assert points(runs_dir, "again") == points(runs_dir, reference)
+    url = f"{runs_dir}/checkpoints"
+    assert final_weights(url, "again") == final_weights(url, reference)
+
+
+def test_killed_in_a_step_and_resumed_is_bitwise_equal(runs_dir: Path, reference: str) -> None:
+    train_and_kill([], runs_dir, "killed", after_step=3)
+    journal = journal_of(runs_dir, "killed")
+    assert journal.last("checkpoint").step == 2, "the kill came too late for the test"
+    assert journal.last("step").step in (3, 4)
+    journal.close()
+    done = train(["resume=killed"], runs_dir)
+    assert done.code == 0, done.out
+    assert "continues after step 2" in done.out
+    assert "computed again" not in done.out, "a repeated step must equal its journal entry"
+    assert points(runs_dir, "killed") == points(runs_dir, reference)
+    url = f"{runs_dir}/checkpoints"
+    assert final_weights(url, "killed") == final_weights(url, reference)
