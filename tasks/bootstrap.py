@@ -24,6 +24,16 @@ _BOOTSTRAP_STEP = 0
 """Step number in the seeds of the discarded batch; training steps count from 1."""
 
 
+def demonstrations(dataset: Dataset, styles: tuple[str, ...]) -> tuple[Demonstration, ...]:
+    """Every train example with a reference, its answer written in each style."""
+    return tuple(
+        Demonstration(e.prompt, style.replace("{answer}", e.answer))
+        for e in dataset.train
+        if e.has_answer
+        for style in styles or ("{answer}",)
+    )
+
+
 @task(name="prepare-model", **TASK_OPTIONS)
 def prepare_model(
     engines: Engines,
@@ -39,8 +49,9 @@ def prepare_model(
     if config.model.path is not None:
         return {"model_dir": str(Path(config.model.path).resolve()), "cached": True, "time/warm_start_s": 0.0}
     assert config.model.architecture is not None
-    shown = tuple(Demonstration(e.prompt, e.answer) for e in dataset.train if e.has_answer)
-    spec = WarmStartSpec(config.model.architecture, config.model.warm_start, shown, config.trainer.threads)
+    warm_start = config.model.warm_start
+    shown = demonstrations(dataset, () if warm_start is None else warm_start.answer_styles)
+    spec = WarmStartSpec(config.model.architecture, warm_start, shown, config.trainer.threads)
     with stopwatch() as watch:
         reports = folder.parent / f"{folder.name}.progress"
         ref = engines.trainer.warm_start.remote(spec, str(folder), str(reports))

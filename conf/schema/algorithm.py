@@ -15,10 +15,10 @@ class Algorithm(Section):
     name: Literal["grpo"] = "grpo"
     """The only algorithm so far."""
 
-    group_size: int = Field(default=16, ge=2)
+    group_size: int = Field(default=8, ge=2)
     """Answers sampled per prompt (samples, >= 2: the advantage compares answers within a group)."""
 
-    prompts_per_step: int = Field(default=16, ge=1)
+    prompts_per_step: int = Field(default=32, ge=1)
     """Prompts drawn per step (prompts, >= 1)."""
 
     updates_per_step: int = Field(default=1, ge=1)

@@ -28,13 +28,16 @@ class ReasoningGymData(_Split):
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     """Tells this source from the others."""
 
+    eval_share: float = Field(default=0.3, gt=0.0, lt=1.0)
+    """Share of the prompt-hash space that belongs to evaluation (0 < x < 1); procedural spaces can be small."""
+
     task: str = Field(default="chain_sum", min_length=1)
     """Name of the task in reasoning-gym's list."""
 
     parameters: dict[str, JsonValue] = Field(default_factory=dict)
     """Parameters of the task by their names in reasoning-gym; those left out keep the library's value."""
 
-    pool_size: int = Field(default=20000, ge=2)
+    pool_size: int = Field(default=10000, ge=2)
     """Questions drawn from the generator before duplicates collapse (questions, >= 2)."""
 
     partial_credit: bool = False

@@ -55,7 +55,7 @@ class Rollout(Section):
 class Optimizer(Section):
     """AdamW on fp32 master weights."""
 
-    learning_rate: float = Field(default=3e-4, gt=0.0)
+    learning_rate: float = Field(default=2e-4, gt=0.0)
     """Learning rate after warm-up (> 0)."""
 
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
@@ -73,7 +73,7 @@ class Optimizer(Section):
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Global norm to which gradients are clipped (> 0)."""
 
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=5, ge=0)
     """Updates over which the learning rate rises linearly (>= 0)."""
 
 

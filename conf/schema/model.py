@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from conf.schema.base import Problem, Refusal, Section
+from conf.schema.base import ListAsTuple, Problem, Refusal, Section
 
 TINY_NAME: Final = "tiny_qwen3"
 LOCAL_NAME: Final = "local"
@@ -26,7 +26,7 @@ class TinyArchitecture(Section):
     num_hidden_layers: int = Field(default=2, ge=1)
     """Decoder layers (>= 1)."""
 
-    num_attention_heads: int = Field(default=2, ge=1)
+    num_attention_heads: int = Field(default=4, ge=1)
     """Query heads (>= 1)."""
 
     num_key_value_heads: int = Field(default=1, ge=1)
@@ -77,6 +77,17 @@ class WarmStart(Section):
 
     seed: int = Field(ge=0, le=2**32 - 1)
     """Seed of weights and data order (0 to 2^32 - 1), not the run's: runs share a warm start."""
+
+    answer_styles: Annotated[tuple[str, ...], ListAsTuple] = Field(default=("{answer}",), min_length=1)
+    """How demonstrations write an answer, in equal shares: texts that hold {answer}. A verifier may accept only one."""
+
+    @field_validator("answer_styles")
+    @classmethod
+    def _styles_hold_the_answer(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for style in value:
+            if style.count("{answer}") != 1:
+                raise Refusal(Problem("answer_styles", style, "does not hold {answer} once", "texts such as '= {answer}'"))
+        return value
 
 
 class Model(Section):

@@ -97,6 +97,8 @@ class MasterOptimizer:
         for name, parameter in self.master.items():
             if master[name].shape != parameter.shape:
                 raise EngineError(f"{name}: checkpoint {tuple(master[name].shape)}, model {tuple(parameter.shape)}")
+        self._adam.state.clear()
+        for name, parameter in self.master.items():
             parameter.copy_(master[name])
             prefix = f"{name}."
             moments = {

@@ -95,25 +95,35 @@ class TorchRolloutEngine:
                 raise SyncError(f"layer {layer} {part}: scale {scale} is not a positive finite number")
         return dict(scales)
 
-    @torch.inference_mode()
     def generate(self, request: GenerateRequest) -> RolloutBatch:
         if self._version != request.weight_version:
             raise WeightVersionError(
                 f"the request expects version {request.weight_version}, the engine holds {self._version}"
             )
-        self._check_lengths(request)
-        parts: list[_Decoded] = []
-        prompts: list[Prompt] = []
-        for chunk in self._chunks(request.prompts):
-            parts.append(self._decode_chunk(chunk, request))
-            prompts.extend(prompt for prompt in chunk for _ in prompt.seeds)
+        self._check_request(request)
+        chunks = self._chunks(request.prompts)
+        # The samples themselves are put together outside: autograd refuses tensors made in inference mode.
+        with torch.inference_mode():
+            parts = [self._decode_chunk(chunk, request) for chunk in chunks]
+        prompts = [prompt for chunk in chunks for prompt in chunk for _ in prompt.seeds]
         return _assemble(prompts, parts, request.weight_version)
 
-    def _check_lengths(self, request: GenerateRequest) -> None:
-        limit = int(self._model.config.max_position_embeddings)
+    def _check_request(self, request: GenerateRequest) -> None:
+        if not request.prompts:
+            raise EngineError("the request has no prompts")
+        if request.max_new_tokens < 1:
+            raise EngineError(f"max_new_tokens {request.max_new_tokens}: at least 1 token can be asked for")
+        if not request.greedy and not request.temperature > 0:
+            raise EngineError(f"temperature {request.temperature}: sampling needs one above 0")
+        limit, vocabulary = int(self._model.config.max_position_embeddings), int(self._model.config.vocab_size)
         for prompt in request.prompts:
             if not prompt.token_ids or not prompt.seeds:
                 raise EngineError(f"prompt {prompt.id}: no tokens or no seeds")
+            unknown = [token for token in prompt.token_ids if not 0 <= token < vocabulary]
+            if unknown:
+                raise EngineError(
+                    f"prompt {prompt.id}: token {unknown[0]} is not one of the model's {vocabulary} tokens"
+                )
             if len(prompt.token_ids) + request.max_new_tokens > limit:
                 raise EngineError(
                     f"prompt {prompt.id}: {len(prompt.token_ids)} tokens + rollout.max_new_tokens "

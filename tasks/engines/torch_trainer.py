@@ -215,12 +215,15 @@ class TorchTrainerEngine:
         (directory / _STATE).write_text(json.dumps(state, indent=1, sort_keys=True))
 
     def load(self, directory: Path) -> None:
+        absent = [name for name in (_WEIGHTS, _OPTIMIZER, _STATE) if not (directory / name).is_file()]
+        if absent:
+            raise EngineError(f"{directory} is no checkpoint of this engine: it lacks {', '.join(absent)}")
         state = json.loads((directory / _STATE).read_text())
-        self._optimizer.load(load_file(directory / _WEIGHTS), load_file(directory / _OPTIMIZER), state["updates"])
-        self._version = state["version"]
-        self._scales = {}
+        scales: Scales = {}
         for key, value in state["scales"].items():
             layer, _, part = key.partition(".")
             if int(layer) >= self._layers:
                 raise EngineError(f"checkpoint has a scale for layer {layer}, the model has {self._layers} layers")
-            self._scales[(int(layer), part)] = float.fromhex(value)
+            scales[(int(layer), part)] = float.fromhex(value)
+        self._optimizer.load(load_file(directory / _WEIGHTS), load_file(directory / _OPTIMIZER), state["updates"])
+        self._version, self._scales = state["version"], scales

@@ -57,7 +57,7 @@ class CalibrationObserver:
     """
 
     def __init__(self, layers: int, margin: float, percentile: float, in_use: Scales | None = None) -> None:
-        if margin < 1 or not 0 < percentile <= 100:
+        if not margin >= 1 or not 0 < percentile <= 100:
             raise ValueError(f"margin must be >= 1 and 0 < percentile <= 100, got {margin} and {percentile}")
         self._margin = margin
         self._percentile = percentile

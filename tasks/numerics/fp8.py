@@ -51,8 +51,9 @@ def encode_scales(amax: Tensor, power_of_two: bool = False) -> Tensor:
     a non-finite or zero factor, so that the whole block decodes to NaN instead of to wrong numbers.
     """
     amax = amax.to(torch.float32)
-    encode = torch.where(amax == 0, torch.ones_like(amax), E4M3_MAX / amax)
-    # 448 / amax overflows for a subnormal amax; Transformer Engine falls back to the largest float.
+    # A tensor divides: torch turns `scalar / tensor` into reciprocal times scalar, which rounds twice.
+    encode = torch.where(amax == 0, torch.ones_like(amax), torch.full_like(amax, E4M3_MAX) / amax)
+    # 448 / amax overflows below an amax of 1.3e-36; Transformer Engine falls back to the largest float.
     encode = torch.where((amax > 0) & torch.isinf(encode), torch.finfo(torch.float32).max, encode)
     if power_of_two:
         # 2^126 keeps the decode scale a normal number: 2^-127 is subnormal and may be flushed to zero.

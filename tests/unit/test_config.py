@@ -140,7 +140,9 @@ def test_overrides_of_every_type() -> None:
             "storage.options.endpoint_url=http://127.0.0.1:8333",
             "storage.options.client_kwargs.region_name=eu",
             "data.parameters.max_digits=3",
-            "+data.parameters.allow_negation=true",
+            "+data.parameters.whitespace=random",
+            "~data.parameters.operators",
+            "~data.parameters.allow_parentheses",
             "~data.parameters.min_digits",
         ]
     )
@@ -156,14 +158,20 @@ def test_overrides_of_every_type() -> None:
         "client_kwargs": {"region_name": "eu"},
     }
     assert isinstance(config.data, ReasoningGymData)
-    assert config.data.parameters == {"min_terms": 2, "max_terms": 2, "max_digits": 3, "allow_negation": True}
+    assert config.data.parameters == {
+        "min_terms": 3,
+        "max_terms": 3,
+        "max_digits": 3,
+        "allow_negation": False,
+        "whitespace": "random",
+    }
 
 
 def test_small_floats_in_yaml_are_numbers() -> None:
     config = compose()
     assert config.algorithm.advantage_eps == 1e-6
     assert config.trainer.optimizer.eps == 1e-8
-    assert config.trainer.optimizer.learning_rate == 3e-4
+    assert config.trainer.optimizer.learning_rate == 2e-4
 
 
 def test_the_last_of_two_overrides_counts() -> None:
@@ -256,7 +264,7 @@ def test_flatten_gives_dotted_scalars() -> None:
     assert flat["recipe.rollout_linears.format"] == "e4m3"
     assert flat["recipe.rollout_linears.weight_block"] == "[128, 128]"
     assert flat["recipe.training_linears.exclude"] == "[]"
-    assert flat["data.parameters.max_terms"] == 2
+    assert flat["data.parameters.max_terms"] == 3
     assert flat["storage.options.anon"] is True
     assert flatten(compose())["storage.options"] == "{}"
     assert {type(value) for value in flat.values()} <= {str, int, float, bool, type(None)}
@@ -288,7 +296,7 @@ def test_digest_is_sha256_of_canonical_json_of_what_shapes_results() -> None:
         ["storage=s3", "storage.url=s3://bucket"],
         ["storage.keep_last=1"],
         ["rollout.temperature=1"],
-        ["data.parameters={max_digits: 2, min_digits: 1}"],
+        ["data.parameters={max_digits: 1, min_digits: 1}"],
     ],
 )
 def test_digest_does_not_depend_on_surroundings_or_spelling(overrides: list[str]) -> None:
@@ -306,7 +314,7 @@ def test_digest_does_not_depend_on_surroundings_or_spelling(overrides: list[str]
         "correction.cap=3",
         "model.warm_start.seed=9",
         "model.path=some/dir",
-        "data.eval_share=0.3",
+        "data.eval_share=0.4",
         "rollout.threads=1",
         "trainer.optimizer.beta1=0.8",
     ],

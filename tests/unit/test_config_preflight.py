@@ -105,10 +105,13 @@ def test_preflight_names_an_unknown_task() -> None:
 
 
 def test_preflight_names_an_unknown_parameter() -> None:
-    names = "min_terms, max_terms, min_digits, max_digits, allow_negation"
+    names = (
+        "min_terms, max_terms, min_digits, max_digits, operators, allow_parentheses, allow_negation, "
+        "format_style, whitespace"
+    )
     hint = "('~data.parameters' drops those of another task)"
     assert preflight_problems(["data.parameters.max_term=3", "data.parameters.size=9"]) == [
-        "data.parameters.max_term = 3: the task chain_sum has no such parameter; "
+        "data.parameters.max_term = 3: the task basic_arithmetic has no such parameter; "
         f"allowed: {names} {hint}; did you mean max_terms?",
         f"data.parameters.size = 9: is data.pool_size here; allowed: {names} {hint}",
     ]
@@ -116,7 +119,7 @@ def test_preflight_names_an_unknown_parameter() -> None:
 
 def test_preflight_passes_on_what_the_task_itself_refuses() -> None:
     (line,) = preflight_problems(["data.parameters.min_terms=3", "data.parameters.max_terms=2"])
-    assert "refused by the task chain_sum: max_terms must be >= min_terms" in line
+    assert "refused by the task basic_arithmetic: max_terms must be >= min_terms" in line
     assert line.startswith('data.parameters = {"min_terms": 3, "max_terms": 2, ')
 
 

@@ -1,0 +1,1 @@
+"""What every rollout engine and every trainer engine owes, whatever it is made of."""

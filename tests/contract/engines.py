@@ -1,0 +1,194 @@
+"""The engines under contract, and how the tests build them.
+
+A new engine is one more entry in `ROLLOUT_ENGINES` or `TRAINER_ENGINES`: the name that the configuration
+selects it by, the marks that its machine needs, and how closely it must follow the fp32 reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from conf.compose import compose
+from conf.schema import Recipe, RunConfig, TinyArchitecture
+from tasks.engines.protocols import (
+    GenerateRequest,
+    Prompt,
+    RolloutBatch,
+    RolloutEngine,
+    SyncPayload,
+    TokenRows,
+    TrainerEngine,
+)
+from tasks.engines.registry import build_rollout, build_trainer
+from tasks.engines.tiny_model import create_model, save_model, train_tokenizer
+from tasks.numerics.logprobs import sample_seed
+
+RECIPES = ("bf16", "fp8_rollout", "fp8_rollout_kv", "fp8_e2e", "fp8_e2e_kv")
+KV_RECIPES = ("fp8_rollout_kv", "fp8_e2e_kv")
+FP8_TRAINING = ("fp8_e2e", "fp8_e2e_kv")
+
+LAYERS, POSITIONS, VOCABULARY, NEW_TOKENS = 2, 64, 128, 8
+QUESTIONS = ("1 + 1 = ", "What is 27 + 15?", "7 - -3", "State the final answer to: 9 - 41 = ")
+SAMPLES = 3
+
+_KINDS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+
+PINNED = {
+    "algorithm.prompts_per_step": str(len(QUESTIONS)),
+    "algorithm.group_size": str(SAMPLES),
+    "algorithm.updates_per_step": "1",
+    "algorithm.kl_coef": "0.0",
+    "correction.cap": "2.0",
+    "rollout.temperature": "1.0",
+    "rollout.batch_size": "512",
+    "rollout.threads": "1",
+    "trainer.micro_batch_size": "256",
+    "trainer.threads": "1",
+    "trainer.optimizer.learning_rate": "3e-4",
+    "trainer.optimizer.weight_decay": "0.0",
+    "trainer.optimizer.max_grad_norm": "1.0",
+    "trainer.optimizer.warmup_steps": "0",
+}
+"""What the tests rely on, so that no tuned default can change them."""
+
+
+def linears_of(*layers: int) -> tuple[str, ...]:
+    """Names of all linear layers of these decoder layers, in the model's order."""
+    return tuple(f"model.layers.{layer}.{kind}" for layer in layers for kind in _KINDS)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`bf16_error` and `fp8_error`: largest mean |log-probability - fp32 reference| of its two precisions."""
+
+    name: str
+    bf16_error: float
+    fp8_error: float
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+
+
+ROLLOUT_ENGINES = (Engine("torch", bf16_error=0.02, fp8_error=0.05),)
+TRAINER_ENGINES = (Engine("torch", bf16_error=0.02, fp8_error=0.05),)
+
+
+def engine_params(engines: tuple[Engine, ...]) -> list[Any]:
+    """As pytest wants them."""
+    return [pytest.param(engine, id=engine.name, marks=engine.marks) for engine in engines]
+
+
+def make_model(directory: Path, seed: int = 0, **dimensions: int) -> Path:
+    """A Hugging Face folder of a Qwen3 model with random weights, norms included, so that none can be mixed up."""
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+    architecture = TinyArchitecture(**(shape | {"max_position_embeddings": POSITIONS} | dimensions))
+    tokenizer = train_tokenizer(QUESTIONS, architecture.vocab_size)
+    model = create_model(architecture, seed, int(tokenizer.eos_token_id))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.mul_(0.75 + 0.5 * torch.rand(parameter.shape, generator=generator))
+    save_model(model, tokenizer, directory)
+    return directory
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """Builds engines of one kind each on one model, and makes requests for them."""
+
+    rollout_engine: Engine
+    trainer_engine: Engine
+    model_dir: Path
+    _configs: dict[tuple[str, ...], RunConfig] = field(default_factory=dict)
+    _payloads: dict[str, SyncPayload] = field(default_factory=dict)
+
+    def config(self, recipe: str, *overrides: str) -> RunConfig:
+        settings = PINNED | {
+            "recipe": recipe,
+            "model.path": str(self.model_dir),
+            "rollout.engine": self.rollout_engine.name,
+            "trainer.engine": self.trainer_engine.name,
+        }
+        settings |= dict(override.split("=", 1) for override in overrides)
+        key = tuple(f"{name}={value}" for name, value in settings.items())
+        if key not in self._configs:
+            self._configs[key] = compose(key)
+        return self._configs[key]
+
+    def recipe(self, recipe: str, *overrides: str) -> Recipe:
+        return self.config(recipe, *overrides).recipe
+
+    def trainer(self, recipe: str, *overrides: str) -> TrainerEngine:
+        """A new trainer, calibrated on the prompts where the recipe calibrates."""
+        config = self.config(recipe, *overrides)
+        trainer = build_trainer(config, self.model_dir)
+        if config.recipe.calibration.enabled:
+            trainer.calibrate(self.prompt_rows())
+        return trainer
+
+    def empty_rollout(self, recipe: str, *overrides: str) -> RolloutEngine:
+        config = self.config(recipe, *overrides)
+        return build_rollout(config, config.recipe, self.model_dir)
+
+    def rollout(self, recipe: str, *overrides: str) -> RolloutEngine:
+        """A new rollout engine that holds version 0."""
+        engine = self.empty_rollout(recipe, *overrides)
+        engine.load_weights(self.payload(recipe, *overrides))
+        return engine
+
+    def payload(self, recipe: str, *overrides: str) -> SyncPayload:
+        """What a new trainer exports. Without overrides always the same object: never change it."""
+        if overrides or recipe not in self._payloads:
+            made = self.trainer(recipe, *overrides).export_weights(self.recipe(recipe, *overrides))
+            if overrides:
+                return made
+            self._payloads[recipe] = made
+        return self._payloads[recipe]
+
+    def batch(self, recipe: str, *overrides: str) -> RolloutBatch:
+        """One step's samples at version 0."""
+        return self.rollout(recipe, *overrides).generate(self.request())
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        """One for each of `QUESTIONS`, all of different lengths, with `SAMPLES` seeds."""
+        tokenizer = AutoTokenizer.from_pretrained(self.model_dir, local_files_only=True)
+        return tuple(
+            Prompt(f"p{i}", tuple(tokenizer.encode(q)), tuple(sample_seed(0, 1, f"p{i}", n) for n in range(SAMPLES)))
+            for i, q in enumerate(QUESTIONS)
+        )
+
+    def prompt_rows(self) -> TokenRows:
+        rows = [prompt.token_ids for prompt in self.prompts()]
+        tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = torch.tensor(row)
+        return TokenRows(tokens, torch.tensor([len(row) for row in rows]))
+
+    def request(self, prompts: tuple[Prompt, ...] | None = None, **changes: Any) -> GenerateRequest:
+        """Sample from `prompts` (default: all) at version 0; an end token that the vocabulary does not have."""
+        settings: dict[str, Any] = {
+            "weight_version": 0,
+            "max_new_tokens": NEW_TOKENS,
+            "temperature": 1.0,
+            "eos_token_ids": (VOCABULARY,),
+        }
+        return GenerateRequest(prompts=self.prompts() if prompts is None else prompts, **(settings | changes))
+
+
+def advantages(samples: int = len(QUESTIONS) * SAMPLES) -> Tensor:
+    """Advantages of both signs, different for every sample."""
+    return torch.linspace(-1.5, 1.5, samples)
