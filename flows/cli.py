@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conf.compose import compose
-from conf.preflight import preflight
 from conf.problems import ConfigError
 from flows.environment import prepare_environment, tracking_uri
+from flows.inputs import check_inputs
+from flows.planning import describe
+from tasks.data.examples import DataError
 
 OK, FAILED, CONFIG_ERROR, INTERRUPTED = 0, 1, 2, 130
 
@@ -35,15 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(overrides: list[str], dry_run: bool) -> int:
     config = compose(overrides)
-    preflight(config)
+    plan = check_inputs(config)
     if dry_run:
-        from flows.planning import describe
-        from tasks.engines.protocols import EngineError
-
-        try:
-            print(describe(config))
-        except EngineError as error:
-            raise ConfigError([str(error)]) from error
+        print(describe(config, plan))
         return OK
     runs_dir = Path(config.runs_dir)
     prepare_environment(runs_dir, local_ray=config.cluster.kind == "local")
@@ -55,7 +51,7 @@ def _train(overrides: list[str], dry_run: bool) -> int:
         result = fp8_grpo(overrides)
     except RUN_FAILURES as error:
         print(f"fp8-grpo: {type(error).__name__}: {error}", file=sys.stderr)
-        return FAILED
+        return CONFIG_ERROR if isinstance(error, DataError) else FAILED
     print(f"report: {result['folder']}/report.md")
     mlflow, uri = Path(sys.executable).parent / "mlflow", tracking_uri(config.tracking.uri, runs_dir)
     print(f"MLflow: {mlflow} ui --backend-store-uri {uri}")

@@ -8,12 +8,12 @@ import yaml
 
 from conf.compose import digest, resolved
 from conf.schema import LinearPrecision, RunConfig
-from tasks.engines.plan import EnginePlan, plan_run
+from tasks.engines.plan import EnginePlan, RunPlan
 
 
-def describe(config: RunConfig) -> str:
+def describe(config: RunConfig, plan: RunPlan) -> str:
     """Resolved configuration (YAML) and plan, as text."""
-    plan, recipe, a = plan_run(config), config.recipe, config.algorithm
+    recipe, a = config.recipe, config.algorithm
     kv = f"{recipe.kv.dtype}, query {'e4m3' if recipe.kv.quantize_query else 'bf16'}"
     scales = f"calibrated each step, margin {recipe.calibration.margin}" if recipe.calibration.enabled else "none"
     lines = [

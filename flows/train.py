@@ -10,9 +10,9 @@ from prefect import flow
 from prefect.context import FlowRunContext
 
 from conf.compose import compose
-from conf.preflight import preflight
 from conf.schema import RunConfig
 from flows.console import Console
+from flows.inputs import check_inputs
 from flows.report import summarize, write_report
 from flows.session import Session, find_run, open_session
 from flows.steps import Stepper
@@ -32,7 +32,7 @@ def fp8_grpo(overrides: Sequence[str] = ()) -> dict[str, Any]:
         overrides: Hydra overrides such as `recipe=fp8_e2e` or `steps=20`.
     """
     config = compose(list(overrides))
-    preflight(config)
+    check_inputs(config)
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None
     return run_training(config, str(context.flow_run.id), context.flow_run.run_count, Console())
@@ -59,7 +59,7 @@ def _prepare(session: Session) -> Stepper:
 
     def progress(step: int, loss: float) -> None:
         total = config.model.warm_start.steps if config.model.warm_start else 0
-        s.console.advance("warm start", step, total, f"loss {loss:.3f}", line=step % 50 == 0)
+        s.console.advance("warm start", step, total, f"loss {loss:.3f}", line=step % 100 == 0)
 
     cache = Path(config.runs_dir).resolve() / "cache" / "warm_start"
     prepared = prepare_model(s.engines, config, s.dataset, cache, progress)

@@ -55,14 +55,24 @@ def prepare_model(
     with stopwatch() as watch:
         reports = folder.parent / f"{folder.name}.progress"
         ref = engines.trainer.warm_start.remote(spec, str(folder), str(reports))
+        seen = 0
         while not ray.wait([ref], timeout=0.5)[0]:
-            if reports.is_file():
-                state = json.loads(reports.read_text() or "{}")
-                if state:
-                    progress(state["step"], state["loss"])
+            state = _read_progress(reports)
+            if state is not None and state["step"] > seen:
+                seen = state["step"]
+                progress(seen, state["loss"])
         model_dir, cached = wait("warm start", ref)
         reports.unlink(missing_ok=True)
     return {"model_dir": model_dir, "cached": cached, "time/warm_start_s": watch.seconds}
+
+
+def _read_progress(path: Path) -> dict[str, Any] | None:
+    """The last report of the warm start; None while there is none or it is half written."""
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+    return state
 
 
 @task(name="build-engines", **TASK_OPTIONS)

@@ -60,7 +60,7 @@ class RunConfig(Section):
     storage: Storage
     """Checkpoints."""
 
-    steps: int = Field(default=40, ge=1)
+    steps: int = Field(default=30, ge=1)
     """Training steps (>= 1)."""
 
     seed: int = Field(default=0, ge=0, le=2**32 - 1)

@@ -114,7 +114,9 @@ class Workbench:
     trainer_engine: Engine
     model_dir: Path
     _configs: dict[tuple[str, ...], RunConfig] = field(default_factory=dict)
-    _payloads: dict[str, SyncPayload] = field(default_factory=dict)
+    _payloads: dict[tuple[str, ...], SyncPayload] = field(default_factory=dict)
+    _batches: dict[tuple[str, ...], RolloutBatch] = field(default_factory=dict)
+    _prompts: list[Prompt] = field(default_factory=list)
 
     def config(self, recipe: str, *overrides: str) -> RunConfig:
         settings = PINNED | {
@@ -151,25 +153,28 @@ class Workbench:
         return engine
 
     def payload(self, recipe: str, *overrides: str) -> SyncPayload:
-        """What a new trainer exports. Without overrides always the same object: never change it."""
-        if overrides or recipe not in self._payloads:
+        """What a new trainer exports. Made once: never change it."""
+        key = (recipe, *overrides)
+        if key not in self._payloads:
             made = self.trainer(recipe, *overrides).export_weights(self.recipe(recipe, *overrides))
-            if overrides:
-                return made
-            self._payloads[recipe] = made
-        return self._payloads[recipe]
+            self._payloads[key] = made
+        return self._payloads[key]
 
     def batch(self, recipe: str, *overrides: str) -> RolloutBatch:
-        """One step's samples at version 0."""
-        return self.rollout(recipe, *overrides).generate(self.request())
+        """One step's samples at version 0. Made once: never change it."""
+        key = (recipe, *overrides)
+        if key not in self._batches:
+            self._batches[key] = self.rollout(recipe, *overrides).generate(self.request())
+        return self._batches[key]
 
     def prompts(self) -> tuple[Prompt, ...]:
         """One for each of `QUESTIONS`, all of different lengths, with `SAMPLES` seeds."""
-        tokenizer = AutoTokenizer.from_pretrained(self.model_dir, local_files_only=True)
-        return tuple(
-            Prompt(f"p{i}", tuple(tokenizer.encode(q)), tuple(sample_seed(0, 1, f"p{i}", n) for n in range(SAMPLES)))
-            for i, q in enumerate(QUESTIONS)
-        )
+        if not self._prompts:
+            tokenizer = AutoTokenizer.from_pretrained(self.model_dir, local_files_only=True)
+            for i, question in enumerate(QUESTIONS):
+                seeds = tuple(sample_seed(0, 1, f"p{i}", n) for n in range(SAMPLES))
+                self._prompts.append(Prompt(f"p{i}", tuple(tokenizer.encode(question)), seeds))
+        return tuple(self._prompts)
 
     def prompt_rows(self) -> TokenRows:
         rows = [prompt.token_ids for prompt in self.prompts()]

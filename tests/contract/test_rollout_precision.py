@@ -9,7 +9,7 @@ import torch
 
 from tasks.engines.protocols import RolloutBatch, SyncPayload
 from tests.contract.engines import KV_RECIPES, Workbench
-from tests.contract.reference import Reference
+from tests.contract.reference import Reference, decoded
 
 ONLY_KV = "recipe.rollout_linears.format=bf16"
 
@@ -35,8 +35,6 @@ def test_fp8_linears_round_weights_and_activations(rollouts: Workbench, recipe: 
 
 def _decoded_weights(payload: SyncPayload) -> SyncPayload:
     """The same weights without codes: linears then compute in BF16."""
-    from tests.contract.reference import decoded
-
     return replace(payload, tensors={n: t.to(torch.bfloat16) for n, t in decoded(payload).items()})
 
 
@@ -59,7 +57,6 @@ def test_linears_and_cache_round_together(rollouts: Workbench, recipe: str) -> N
     batch, payload = rollouts.batch(recipe), rollouts.payload(recipe)
     near = _distance(rollouts, batch, payload, kv_scales=payload.kv_scales)
     assert near < 2 * rollouts.rollout_engine.fp8_error
-    assert near < 0.8 * _distance(rollouts, batch, payload)
     assert near < 0.8 * _distance(rollouts, batch, rollouts.payload("bf16"))
 
 

@@ -123,7 +123,11 @@ def test_other_seeds_give_other_samples(rollouts: Workbench, recipe: str) -> Non
 
 @pytest.mark.parametrize("batch_size", [512, 7, 2, 1])
 def test_a_seed_alone_decides_a_sample(rollouts: Workbench, batch_size: int) -> None:
-    """Order of the prompts, their number and the size of the decode batch decide nothing."""
+    """Order of the prompts, their number and the size of the decode batch decide nothing.
+
+    Except at knife edges: BF16 products of another shape sum in another order, which moves about one sample
+    of twelve on CPU.
+    """
     prompts = rollouts.prompts()
     engine = rollouts.rollout("bf16", f"rollout.batch_size={batch_size}")
     whole = _by_seed(prompts, rollouts.batch("bf16"))
@@ -132,8 +136,8 @@ def test_a_seed_alone_decides_a_sample(rollouts: Workbench, batch_size: int) -> 
     halves |= _by_seed(prompts[:2], engine.generate(rollouts.request(prompts[:2])))
     reordered = _by_seed(turned, engine.generate(rollouts.request(turned)))
     assert reordered.keys() == halves.keys() == whole.keys()
-    assert _same_up_to_knife_edges(rollouts, whole, reordered) <= 2
-    assert _same_up_to_knife_edges(rollouts, whole, halves) <= 2
+    assert _same_up_to_knife_edges(rollouts, whole, reordered) <= 3
+    assert _same_up_to_knife_edges(rollouts, whole, halves) <= 3
 
 
 def test_more_tokens_continue_the_same_samples(rollouts: Workbench) -> None:

@@ -36,6 +36,7 @@ def test_training_changes_the_weights_and_is_deterministic(trainers: Workbench, 
     assert first.export_weights(plan).fingerprints == second.export_weights(plan).fingerprints
 
 
+@pytest.mark.slow
 def test_several_threads_are_deterministic_too(trainers: Workbench) -> None:
     batch, threads = trainers.batch("fp8_e2e"), "trainer.threads=2"
     p = trainers.trainer("fp8_e2e").score(batch).logprobs
