@@ -79,7 +79,7 @@ class WarmStart(Section):
     """Seed of weights and data order (0 to 2^32 - 1), not the run's: runs share a warm start."""
 
     answer_styles: Annotated[tuple[str, ...], ListAsTuple] = Field(default=("{answer}",), min_length=1)
-    """How demonstrations write an answer, in equal shares: texts that hold {answer}. A verifier may accept only one."""
+    """How demonstrations write an answer, in equal shares: texts with {answer}. A verifier may accept one only."""
 
     @field_validator("answer_styles")
     @classmethod

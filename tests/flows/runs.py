@@ -18,17 +18,16 @@ from flows.record import MEASURED
 from infra.journal import Journal
 from infra.store import CheckpointStore
 
-SMALL = (
+FEW_SAMPLES = (
     "steps=6",
     "eval_every=3",
     "checkpoint_every=2",
-    "model.warm_start.steps=25",
-    "data.pool_size=3000",
     "data.eval_prompts=64",
     "algorithm.prompts_per_step=4",
     "algorithm.group_size=4",
     "trainer.micro_batch_size=8",
 )
+SMALL = (*FEW_SAMPLES, "model.warm_start.steps=25", "data.pool_size=3000")
 """A run that takes seconds and still goes through every phase, with two micro-batches an update."""
 
 
@@ -40,11 +39,11 @@ class Finished:
     out: str
 
 
-def command(arguments: Sequence[str], runs_dir: Path) -> list[str]:
-    """The command line of a small training run whose files stay below `runs_dir`."""
+def command(arguments: Sequence[str], runs_dir: Path, base: Sequence[str] = SMALL) -> list[str]:
+    """The command line of a training run whose files stay below `runs_dir`."""
     program = [sys.executable, "-c", "import sys; from flows.cli import main; sys.exit(main(sys.argv[1:]))"]
     places = [f"runs_dir={runs_dir}", f"storage.url={runs_dir}/checkpoints"]
-    return [*program, "train", *SMALL, *places, *arguments]
+    return [*program, "train", *base, *places, *arguments]
 
 
 def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
@@ -53,10 +52,15 @@ def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     return clean | {"PYTHONPATH": root} | dict(extra or {})
 
 
-def train(arguments: Sequence[str], runs_dir: Path, environment: Mapping[str, str] | None = None) -> Finished:
+def train(
+    arguments: Sequence[str],
+    runs_dir: Path,
+    environment: Mapping[str, str] | None = None,
+    base: Sequence[str] = SMALL,
+) -> Finished:
     """Run to the end."""
     done = subprocess.run(
-        command(arguments, runs_dir),
+        command(arguments, runs_dir, base),
         env=_environment(environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
