@@ -86,7 +86,8 @@ class WarmStart(Section):
     def _styles_hold_the_answer(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for style in value:
             if style.count("{answer}") != 1:
-                raise Refusal(Problem("answer_styles", style, "does not hold {answer} once", "texts such as '= {answer}'"))
+                allowed = "texts such as '= {answer}'"
+                raise Refusal(Problem("answer_styles", style, "does not hold {answer} once", allowed))
         return value
 
 

@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 
 from tests.flows.runs import final_weights, journal_of, points, train, train_and_kill
 
-METRICS = [
+METRICS = (
     "mismatch/token_mult_prob_error",
     "mismatch/gen_kl",
     "mismatch/policy_kl",
@@ -54,7 +54,7 @@ METRICS = [
     "memory/weights_gb",
     "memory/kv_capacity_tokens",
     "memory/peak_gb",
-]
+)
 
 
 @pytest.fixture(scope="module")

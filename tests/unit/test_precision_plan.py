@@ -1,0 +1,173 @@
+"""Which linears a recipe quantises, in dense and in mixture-of-experts models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from conf.schema import LinearPrecision
+from tasks.engines.precision_plan import block_spec, layer_number, plan_linears, scale_name
+from tasks.engines.protocols import EngineError
+
+LAYERS = 3
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def _linears(*layers: int) -> tuple[str, ...]:
+    return tuple(
+        f"model.layers.{layer}.{name}"
+        for layer in layers
+        for name in (*(f"self_attn.{a}" for a in ATTENTION), *(f"mlp.{m}" for m in MLP))
+    )
+
+
+@pytest.fixture(scope="module")
+def dense() -> nn.Module:
+    config = Qwen3Config(
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=128,
+        vocab_size=128,
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+class _Experts(nn.Module):
+    """A mixture-of-experts decoder whose experts are plain linears, with the router names in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.ModuleDict({"gate": nn.Linear(4, 2), "experts": nn.ModuleList([nn.Linear(4, 4)] * 1)})
+        other = nn.ModuleDict({"router": nn.Linear(4, 2), "gate_proj": nn.Linear(4, 4)})
+        layers = nn.ModuleList([nn.ModuleDict({"mlp": block}), nn.ModuleDict({"mlp": other})])
+        layers.append(
+            nn.ModuleDict({"block_sparse_moe": nn.ModuleDict({"gate": nn.Linear(4, 2), "w1": nn.Linear(4, 4)})})
+        )
+        self.model = nn.ModuleDict({"layers": layers, "projector": nn.Linear(4, 4)})
+        self.lm_head = nn.Linear(4, 8)
+
+
+def _fp8(**settings: Any) -> LinearPrecision:
+    return LinearPrecision(format="e4m3", **settings)
+
+
+def test_a_bf16_recipe_quantises_nothing(dense: nn.Module) -> None:
+    plan = plan_linears(dense, LinearPrecision(format="bf16"))
+    assert plan.quantized == ()
+    assert plan.kept == (*_linears(0, 1, 2), "lm_head")
+
+
+def test_every_decoder_linear_is_quantised_and_the_head_never(dense: nn.Module) -> None:
+    plan = plan_linears(dense, _fp8())
+    assert plan.quantized == _linears(0, 1, 2)
+    assert plan.kept == ("lm_head",)
+
+
+@pytest.mark.parametrize(
+    "settings, layers",
+    [
+        ({"keep_first_layers": 1}, (1, 2)),
+        ({"keep_first_layers": 2}, (2,)),
+        ({"keep_last_layers": 1}, (0, 1)),
+        ({"keep_first_layers": 1, "keep_last_layers": 1}, (1,)),
+    ],
+)
+def test_kept_layers_are_counted_from_the_ends(
+    dense: nn.Module, settings: dict[str, int], layers: tuple[int, ...]
+) -> None:
+    plan = plan_linears(dense, _fp8(**settings))
+    assert plan.quantized == _linears(*layers)
+    assert set(plan.kept) == {"lm_head", *_linears(*{0, 1, 2} - set(layers))}
+
+
+def test_excluded_names_stay_high(dense: nn.Module) -> None:
+    name = "model.layers.1.mlp.down_proj"
+    plan = plan_linears(dense, _fp8(exclude=[name]))
+    assert plan.quantized == tuple(n for n in _linears(0, 1, 2) if n != name)
+    assert plan.kept == (name, "lm_head")
+
+
+def test_an_excluded_name_that_does_not_exist_is_refused(dense: nn.Module) -> None:
+    # A prefix, a parameter and a norm are no names of linear layers either.
+    names = ["model.layers.9.mlp.up_proj", "model.layers.1.mlp", "model.layers.1.mlp.up_proj.weight", "model.norm"]
+    with pytest.raises(EngineError) as caught:
+        plan_linears(dense, _fp8(exclude=[*names, "lm_head"]))
+    assert str(caught.value) == f"exclude names no linear layer of this model: {', '.join(sorted(names))}"
+
+
+def test_a_recipe_that_leaves_nothing_is_refused(dense: nn.Module) -> None:
+    for settings in ({"keep_first_layers": 3}, {"keep_first_layers": 2, "keep_last_layers": 1}):
+        with pytest.raises(EngineError, match="none of the model's layers is left to quantise"):
+            plan_linears(dense, _fp8(**settings))
+    with pytest.raises(EngineError, match="none of the model's layers is left"):
+        plan_linears(nn.Sequential(nn.Linear(4, 4)), _fp8())
+
+
+def test_routers_stay_high_and_experts_do_not() -> None:
+    plan = plan_linears(_Experts(), _fp8())
+    assert plan.quantized == (
+        "model.layers.0.mlp.experts.0",
+        "model.layers.1.mlp.gate_proj",
+        "model.layers.2.block_sparse_moe.w1",
+    )
+    assert plan.kept == (
+        "model.layers.0.mlp.gate",
+        "model.layers.1.mlp.router",
+        "model.layers.2.block_sparse_moe.gate",
+        "model.projector",
+        "lm_head",
+    )
+
+
+def test_fused_experts_are_refused_rather_than_left_out() -> None:
+    config = Qwen3MoeConfig(
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=128,
+        vocab_size=128,
+        num_experts=2,
+        num_experts_per_tok=1,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(EngineError, match=r"fused experts \(model\.layers\.0\.mlp\.experts\..*\) are not supported"):
+        plan_linears(model, _fp8())
+    assert plan_linears(model, LinearPrecision(format="bf16")).quantized == ()
+
+
+@pytest.mark.parametrize(
+    "name, layer",
+    [
+        ("model.layers.0.mlp.up_proj", 0),
+        ("model.layers.37.self_attn.q_proj.weight", 37),
+        ("layers.4.mlp", 4),
+        ("transformer.h.layers.12.x", 12),
+        ("lm_head", None),
+        ("model.embed_tokens.weight", None),
+        ("model.sublayers.3.x", None),
+        ("model.layers.norm", None),
+    ],
+)
+def test_layer_numbers_are_read_from_names(name: str, layer: int | None) -> None:
+    assert layer_number(name) == layer
+
+
+def test_blocks_and_names_as_the_numerics_and_the_hub_spell_them() -> None:
+    spec = block_spec(_fp8(weight_block=[64, 32], activation_group=16, scale="power_of_two"))
+    assert (spec.weight, spec.group, spec.power_of_two) == ((64, 32), 16, True)
+    assert block_spec(_fp8()) == block_spec(_fp8(scale="fp32"))
+    assert not block_spec(_fp8()).power_of_two
+    assert scale_name("model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.weight_scale_inv"

@@ -1,0 +1,138 @@
+"""The torch engines' attention modules from inside: what the cache holds, and that scales are never assumed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from tasks.engines.protocols import EngineError
+from tasks.engines.torch_attention import CachedAttention, install_hook
+
+HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 128, 8
+SCALES = {(0, "q"): 0.02, (0, "k"): 0.03, (0, "v"): 0.01}
+
+
+def _qkv(rows: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(heads: int) -> Tensor:
+        return torch.randn(rows, heads, tokens, DIM, generator=generator).to(torch.bfloat16)
+
+    return random(HEADS), random(KV_HEADS), random(KV_HEADS)
+
+
+def _attention(fp8: bool, scales: dict[tuple[int, str], float] | None = None) -> CachedAttention:
+    attention = CachedAttention(fp8, fp8, dict((SCALES if fp8 else {}) if scales is None else scales))
+    attention.start(SLOTS)
+    return attention
+
+
+@pytest.mark.parametrize("fp8, dtype", [(True, torch.float8_e4m3fn), (False, torch.bfloat16)])
+def test_the_cache_holds_the_type_it_reports(fp8: bool, dtype: torch.dtype) -> None:
+    attention = _attention(fp8)
+    attention.attend(0, *_qkv(2, 3), 1.0)
+    attention.expand(torch.tensor([0, 0, 1]), torch.tensor([3, 3, 2]))
+    attention.attend(0, *_qkv(3, 1), 1.0)
+    cache = attention._layers[0]
+    assert attention.dtype == cache.keys.dtype == cache.values.dtype == dtype
+    assert cache.keys.shape == cache.values.shape == (3, KV_HEADS, SLOTS, DIM)
+
+
+def test_cached_codes_are_the_rounded_keys_and_values() -> None:
+    attention = _attention(True)
+    q, k, v = _qkv(2, 3)
+    attention.attend(0, q, k, v, 1.0)
+    for held, x, part in ((attention._layers[0].keys, k, "k"), (attention._layers[0].values, v, "v")):
+        real = held[:, :, :3].float()
+        error = (real * SCALES[(0, part)] - x.float().clamp(-448 * SCALES[(0, part)], 448 * SCALES[(0, part)])).abs()
+        assert (error <= x.float().abs() * 2**-4 + 2**-10 * SCALES[(0, part)]).all()
+        assert not held[:, :, 3:].float().any()
+
+
+@pytest.mark.parametrize("missing", ["q", "k", "v"])
+@pytest.mark.parametrize("decode", [False, True])
+def test_fp8_attention_never_runs_without_a_scale(missing: str, decode: bool) -> None:
+    attention = _attention(True)
+    if decode:
+        attention.attend(0, *_qkv(2, 3), 1.0)
+        attention.expand(torch.tensor([0, 1]), torch.tensor([3, 3]))
+    attention.scales = {key: scale for key, scale in SCALES.items() if key[1] != missing}
+    with pytest.raises(EngineError, match=f"layer 0: no {missing} scale; FP8 attention never runs on a default scale"):
+        attention.attend(0, *_qkv(2, 1 if decode else 3), 1.0)
+
+
+def test_a_layer_has_its_own_scales() -> None:
+    with pytest.raises(EngineError, match="layer 1: no k scale"):
+        _attention(True).attend(1, *_qkv(1, 2), 1.0)
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_decoding_token_by_token_equals_the_whole_sequence(fp8: bool) -> None:
+    """Rows of different lengths, and query heads that share a KV head."""
+    q, k, v = _qkv(2, 6)
+    whole = _attention(fp8).attend(0, q, k, v, 0.1).float()
+    steps = _attention(fp8)
+    steps.attend(0, q[:, :, :4], k[:, :, :4], v[:, :, :4], 0.1)
+    lengths = torch.tensor([4, 2])
+    steps.expand(torch.tensor([0, 1]), lengths)
+    for _ in range(2):
+        at = lengths[:, None, None, None]
+        one = [x.gather(2, at.expand(-1, x.shape[1], 1, DIM)) for x in (q, k, v)]
+        out = steps.attend(0, *one, 0.1).float()
+        expected = whole.gather(2, at.expand(-1, HEADS, 1, DIM))
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+        lengths = lengths + 1
+        steps.lengths = lengths
+
+
+def test_without_fp8_attention_is_plain_causal_attention() -> None:
+    q, k, v = _qkv(2, 5)
+    out = _attention(False).attend(0, q, k, v, 0.1)
+    repeated = [x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v)]
+    assert torch.equal(out, scaled_dot_product_attention(q, *repeated, is_causal=True, scale=0.1))
+
+
+def test_fp8_attention_is_attention_over_rounded_values() -> None:
+    q, k, v = _qkv(2, 5)
+    rounded = []
+    for x, part in ((q, "q"), (k, "k"), (v, "v")):
+        scale = SCALES[(0, part)]
+        rounded.append((x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
+    repeated = [x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in rounded[1:]]
+    expected = scaled_dot_product_attention(rounded[0], *repeated, is_causal=True, scale=0.1)
+    out = _attention(True).attend(0, q, k, v, 0.1).float()
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+
+
+def test_a_new_prefill_forgets_the_last_one() -> None:
+    attention = _attention(False)
+    q, k, v = _qkv(2, 3)
+    first = attention.attend(0, q, k, v, 0.1)
+    attention.expand(torch.tensor([0, 1]), torch.tensor([3, 3]))
+    attention.attend(0, *_qkv(2, 1, seed=1), 0.1)
+    attention.start(SLOTS)
+    assert torch.equal(attention.attend(0, q, k, v, 0.1), first)
+
+
+class _Layer(nn.Module):
+    def __init__(self, layer: int, sliding_window: int | None = None) -> None:
+        super().__init__()
+        self.layer_idx, self.k_proj, self.sliding_window = layer, nn.Linear(2, 2), sliding_window
+
+
+def test_every_layer_gets_the_hook() -> None:
+    model = nn.ModuleList([_Layer(0), _Layer(1)])
+    hook = _attention(False)
+    assert install_hook(model, hook) == 2
+    assert all(layer.fp8_grpo_hook is hook for layer in model)
+
+
+def test_attention_that_the_engines_do_not_compute_is_refused() -> None:
+    with pytest.raises(EngineError, match="1: sliding-window attention is not supported"):
+        install_hook(nn.ModuleList([_Layer(0), _Layer(1, sliding_window=16)]), _attention(False))
+    with pytest.raises(EngineError, match=r"attention layers found: \[0, 2\]"):
+        install_hook(nn.ModuleList([_Layer(0), _Layer(2)]), _attention(False))
+    with pytest.raises(EngineError, match=r"attention layers found: \[\]"):
+        install_hook(nn.Linear(2, 2), _attention(False))
