@@ -1,0 +1,1 @@
+"""Programs that produce reported figures; nothing here is collected by pytest."""
