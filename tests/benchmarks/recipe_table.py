@@ -99,7 +99,7 @@ def _row(recipe: str, seed: int, path: Path, wall: float, peak: float) -> Row:
 def table(rows: list[Row]) -> str:
     """Markdown: one line a recipe, seeds side by side."""
     lines = [
-        "| recipe | accuracy at step 0 | accuracy at the end (three seeds) | smallest gain | mismatch, median | mismatch, max "
+        "| recipe | accuracy, step 0 | accuracy, end | smallest gain | mismatch, median | mismatch, max "
         "| gen_kl, median | step, median s | wall s | peak GB |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
