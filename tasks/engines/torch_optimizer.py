@@ -15,10 +15,11 @@ from tasks.engines.protocols import EngineError
 
 @dataclass(frozen=True)
 class UpdateOutcome:
-    """`grad_norm` before clipping (global L2 norm); `skipped` True when it was not finite."""
+    """`grad_norm` before clipping (global L2 norm); `skipped` True when it was not finite; `learning_rate` of it."""
 
     grad_norm: float
     skipped: bool
+    learning_rate: float
 
 
 class MasterOptimizer:
@@ -68,16 +69,17 @@ class MasterOptimizer:
 
     def step(self) -> UpdateOutcome:
         """Clip by global norm and update; a non-finite gradient is dropped and reported, weights stay."""
+        rate = self.learning_rate
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.master.values() if p.grad is not None]))
         if math.isfinite(norm):
             torch.nn.utils.clip_grads_with_norm_(self.master.values(), self._settings.max_grad_norm, torch.tensor(norm))
             for group in self._adam.param_groups:
-                group["lr"] = self.learning_rate
+                group["lr"] = rate
             self._adam.step()
             self.updates += 1
             self._copy_to_compute()
         self._adam.zero_grad(set_to_none=True)
-        return UpdateOutcome(norm, not math.isfinite(norm))
+        return UpdateOutcome(norm, not math.isfinite(norm), rate)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """AdamW's moments by `<name>.<moment>`; empty before the first update."""

@@ -142,7 +142,7 @@ class TorchTrainerEngine:
         tokens = max(1.0, float(mask.sum()))
         return {name: value / tokens for name, value in sums.items()} | {
             "optim/grad_norm": sum(norms) / len(norms),
-            "optim/lr": self._optimizer.learning_rate,
+            "optim/lr": outcome.learning_rate,
             "optim/skipped_steps": float(skipped),
         }
 
