@@ -66,7 +66,7 @@ def spawn(actor_class: type, name: str, threads: int, cluster: Cluster, *args: o
         "max_restarts": 0,
         # A local Ray serves this run alone, and its engines take turns.
         "num_cpus": threads if cluster.kind == "existing" else 0,
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}},
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
     }
     handle: ActorHandle = ray.remote(actor_class).options(**options).remote(*args)
     return handle

@@ -60,16 +60,16 @@ class RunConfig(Section):
     storage: Storage
     """Checkpoints."""
 
-    steps: int = Field(default=30, ge=1)
+    steps: int = Field(default=20, ge=1)
     """Training steps (>= 1)."""
 
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of sampling and data order (0 to 2^32 - 1); the split does not depend on it."""
 
-    eval_every: int = Field(default=10, ge=1)
+    eval_every: int = Field(default=5, ge=1)
     """Steps between evaluations (>= 1); there is one at step 0 and one at the end besides."""
 
-    checkpoint_every: int = Field(default=10, ge=1)
+    checkpoint_every: int = Field(default=5, ge=1)
     """Steps between checkpoints (>= 1); there is one at the end besides."""
 
     runs_dir: str = Field(default="runs", min_length=1)
