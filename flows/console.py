@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-_PHASES = ("sync", "rollout", "reward", "score", "train", "calibrate")
+from flows.record import PHASES
 
 
 class Console:
@@ -96,6 +96,6 @@ def closing_rows(summary: Mapping[str, float | None]) -> list[tuple[str, str]]:
         ("mismatch: token mult. prob. error, max", show("mismatch_max", ".5f")),
         ("step, median s", show("time/step_s", ".3f")),
     ]
-    rows += [(f"  {phase}, median s", show(f"time/{phase}_s", ".3f")) for phase in _PHASES]
+    rows += [(f"  {phase}, median s", show(f"time/{phase}_s", ".3f")) for phase in PHASES]
     rows.append(("peak memory of one process, GB", show("memory/peak_gb", ".2f")))
     return rows

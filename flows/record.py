@@ -11,6 +11,9 @@ from infra.mlflow_writer import MlflowWriter
 
 log = logging.getLogger(__name__)
 
+PHASES = ("sync", "rollout", "reward", "score", "train", "calibrate")
+"""Phases of a step in their order; `time/<phase>_s` add up to `time/step_s`."""
+
 MEASURED = ("time/", "throughput/", "memory/")
 """Prefixes of metrics that are measured on the machine; all others are a function of configuration and seed."""
 

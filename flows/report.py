@@ -10,9 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flows.console import closing_rows
+from flows.record import PHASES
 from infra.journal import Entry, Journal
-
-PHASES = ("sync", "rollout", "reward", "score", "train", "calibrate")
 
 _CPU_NOTE = """
 ## How to read this on CPU

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from conf.schema import KvPrecision, LinearPrecision, Recipe
 from flows.identity import checkpoint_meta
+from flows.record import PHASES
 from flows.session import Session
 from infra.provenance import peak_memory_gb
 from tasks.calibrate import calibrate
@@ -17,15 +18,6 @@ from tasks.rollout import rollout, sampling_prompts
 from tasks.score import score
 from tasks.sync import sync
 from tasks.train import train
-
-PHASE_TIMES = (
-    "time/sync_s",
-    "time/rollout_s",
-    "time/reward_s",
-    "time/score_s",
-    "time/train_s",
-    "time/calibrate_s",
-)
 
 
 def high_precision_rollout(recipe: Recipe) -> Recipe:
@@ -98,7 +90,7 @@ def _merge(parts: list[dict[str, float]], train_tokens: float) -> dict[str, floa
     merged: dict[str, float] = {}
     for part in parts:
         merged |= part
-    merged["time/step_s"] = sum(merged[name] for name in PHASE_TIMES)
+    merged["time/step_s"] = sum(merged[f"time/{phase}_s"] for phase in PHASES)
     training_s = merged["time/score_s"] + merged["time/train_s"]
     merged["throughput/train_tokens_per_s"] = train_tokens / training_s
     return merged | {"memory/peak_gb": peak}

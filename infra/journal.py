@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from infra.durable import sync_folder
+
 log = logging.getLogger(__name__)
 
 Value = float | int | str | bool | None
@@ -184,7 +186,7 @@ class Journal:
                     f"{self._path}: holds {size} bytes, {expected_size} were read: "
                     "another process has written it since it was opened"
                 )
-            _sync_directory(self._path.parent)
+            sync_folder(self._path.parent)
         except BaseException:
             os.close(fd)
             raise
@@ -284,11 +286,3 @@ def _is_count(value: object) -> bool:
 
 def _encode(entry: Entry) -> bytes:
     return (json.dumps(asdict(entry), separators=(",", ":")) + "\n").encode("ascii")
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

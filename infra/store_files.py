@@ -16,6 +16,8 @@ from uuid import uuid4
 
 from fsspec.core import url_to_fs
 
+from infra.durable import sync_folder
+
 S3_ATTEMPTS = 4
 """Tries of one S3 call. Only s3fs repeats; botocore beneath it tries once, so the two do not multiply."""
 
@@ -52,7 +54,7 @@ class StoreFiles:
             shutil.copyfileobj(reader, writer, 1 << 20)
             writer.flush()
             os.fsync(writer.fileno())
-        _sync_folder(Path(target).parent)
+        sync_folder(Path(target).parent)
 
     def write(self, data: bytes, name: str, staging: str) -> None:
         """Write `name` so that no reader ever sees a part. `staging`: folder for the temporary file."""
@@ -68,7 +70,7 @@ class StoreFiles:
             writer.flush()
             os.fsync(writer.fileno())
         os.replace(temporary, target)
-        _sync_folder(Path(target).parent)
+        sync_folder(Path(target).parent)
 
     def read(self, name: str) -> bytes:
         data: bytes = self._fs.cat_file(self.full(name))
@@ -124,15 +126,7 @@ def _make_folder(folder: Path) -> None:
         return
     _make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
-    _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_folder(folder.parent)
 
 
 def _s3_settings(options: Mapping[str, Any]) -> dict[str, Any]:
