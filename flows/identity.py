@@ -29,6 +29,15 @@ class RunIdentity:
 
 def identify(config: RunConfig, store: CheckpointStore) -> RunIdentity:
     """Apply `resume` and `run_name`; `ConfigError` where they cannot be followed."""
+    identity = _identify(config, store)
+    if identity.start_step > config.steps:
+        raise ConfigError(
+            [f"steps = {config.steps}: run {identity.name} is at step {identity.start_step}; allowed: no fewer steps"]
+        )
+    return identity
+
+
+def _identify(config: RunConfig, store: CheckpointStore) -> RunIdentity:
     if config.resume == "never":
         return RunIdentity(_new_name(config, store), None)
     if config.resume == "auto":

@@ -76,6 +76,10 @@ def test_resume_rules(runs_dir: Path) -> None:
     assert "no complete checkpoint" in train(["resume=nobody"], runs_dir).out
     longer = _ok(train(["resume=short", "steps=3"], runs_dir))
     assert "continues after step 2" in longer.out
+    fewer = train(["resume=short", "steps=1"], runs_dir)
+    assert fewer.code == 2 and "steps = 1: run short is at step 3" in fewer.out
+    done = _ok(train(["resume=short", "steps=3"], runs_dir))
+    assert "what this run did" in done.out
     journal = journal_of(runs_dir, "short")
     assert [entry.step for entry in journal.entries() if entry.kind == "step"] == [1, 2, 3]
     journal.close()
