@@ -35,7 +35,10 @@ def test_every_recipe_runs(recipe: str, runs_dir: Path) -> None:
     last = journal.last("step")
     assert last is not None and last.step == 6
     assert ("calibration/saturated_fraction" in last.values) == recipe.endswith("_kv")
-    assert last.values["mismatch/token_mult_prob_error"] > 1
+    # On CPU decode and whole-sequence kernels can agree to the last bit, and both sides share one quantiser;
+    # only a recipe whose two sides compute differently must show a mismatch.
+    error = last.values["mismatch/token_mult_prob_error"]
+    assert error >= 1 and (error > 1 or recipe in ("bf16", "fp8_e2e"))
     journal.close()
 
 
