@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test test-slow lint types unit setup clean
+.PHONY: train test test-slow lint types unit recipes setup clean
 
 setup: $(VENV)/.train
 
@@ -26,6 +26,10 @@ unit: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest tests -m "slow and not gpu"
+
+# The table of recipes in the README: 5 recipes x 3 seeds, about 15 minutes on 2 cores.
+recipes: $(VENV)/.test
+	$(BIN)/python -m tests.benchmarks.recipe_table $(ARGS)
 
 $(VENV)/.train: pyproject.toml
 	bash infra/setup_venv.sh $(VENV) .
