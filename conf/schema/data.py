@@ -31,7 +31,7 @@ class ReasoningGymData(_Split):
     eval_share: float = Field(default=0.3, gt=0.0, lt=1.0)
     """Share of the prompt-hash space that belongs to evaluation (0 < x < 1); procedural spaces can be small."""
 
-    task: str = Field(default="chain_sum", min_length=1)
+    task: str = Field(default="basic_arithmetic", min_length=1)
     """Name of the task in reasoning-gym's list."""
 
     parameters: dict[str, JsonValue] = Field(default_factory=dict)
