@@ -65,7 +65,7 @@ def train(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     return Finished(done.returncode, done.stdout)
 
@@ -80,7 +80,7 @@ def train_and_kill(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    journal, deadline = runs_dir / run / "journal.jsonl", time.monotonic() + 240
+    journal, deadline = runs_dir / run / "journal.jsonl", time.monotonic() + 480
     needle = f'"kind":"step","step":{after_step},'
     while not (journal.is_file() and needle in journal.read_text().replace(" ", "")):
         assert process.poll() is None, f"the run ended before step {after_step}"

@@ -9,6 +9,8 @@ from mlflow import MlflowClient
 
 from tests.flows.runs import final_weights, journal_of, points, train, train_and_kill
 
+pytestmark = pytest.mark.timeout(900)
+
 METRICS = (
     "mismatch/token_mult_prob_error",
     "mismatch/gen_kl",

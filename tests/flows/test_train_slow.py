@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from tests.flows.runs import FEW_SAMPLES, Finished, final_weights, journal_of, points, train, train_and_kill
 from tests.s3_server import SeaweedServer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
