@@ -6,32 +6,43 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from conf.compose import compose
 from conf.problems import ConfigError
-from flows.environment import prepare_environment, tracking_uri
+from flows.environment import embedded_prefect, prepare_environment, tracking_uri
 from flows.inputs import check_inputs
 from flows.planning import describe
 from tasks.data.examples import DataError
 
 OK, FAILED, CONFIG_ERROR, INTERRUPTED = 0, 1, 2, 130
+_SERVER_START_S = 120.0
+
+_EPILOG = (
+    "KEY=VALUE sets any key of the configuration (folder conf/; --dry-run prints it resolved), GROUP=OPTION chooses a "
+    "file of a group: recipe, algorithm, correction, model, data, rollout, trainer, cluster, tracking, storage. "
+    "resume=auto goes on from the newest checkpoint of the same configuration. "
+    "Exit codes: 0 done, 1 failed, 2 configuration refused, 130 interrupted."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 the run failed, 2 the configuration was refused, 130 Ctrl-C."""
     parser = argparse.ArgumentParser(prog="fp8-grpo", description="GRPO post-training with FP8 precision end to end.")
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="run GRPO training", description="Run GRPO training.")
+    train = commands.add_parser("train", help="run GRPO training", description="Run GRPO training.", epilog=_EPILOG)
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as recipe=fp8_e2e steps=20 seed=1")
     train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the plan, and exit")
     parsed = parser.parse_args(arguments)
     try:
         return _train(parsed.overrides, parsed.dry_run)
     except ConfigError as error:
-        print(f"fp8-grpo: the configuration is refused:\n{error}", file=sys.stderr)
+        print(f"fp8-grpo: {error}", file=sys.stderr)
         return CONFIG_ERROR
     except KeyboardInterrupt:
-        print("fp8-grpo: interrupted; resume=auto continues from the last checkpoint", file=sys.stderr)
+        print(
+            "fp8-grpo: interrupted; the same command with resume=auto goes on from the last checkpoint", file=sys.stderr
+        )
         return INTERRUPTED
 
 
@@ -42,17 +53,38 @@ def _train(overrides: list[str], dry_run: bool) -> int:
         print(describe(config, plan))
         return OK
     runs_dir = Path(config.runs_dir)
-    prepare_environment(runs_dir, local_ray=config.cluster.kind == "local")
+    prepare_environment(local_ray=config.cluster.kind == "local")
+    server = embedded_prefect(runs_dir)
     # Imported here: prefect, ray and mlflow read their settings from the environment on import.
     from flows.failures import RUN_FAILURES
     from flows.train import fp8_grpo
 
     try:
+        if server is not None:
+            server.wait(_SERVER_START_S)
         result = fp8_grpo(overrides)
+    except RuntimeError as error:
+        # Prefect has no type of its own for a server that does not answer.
+        if not isinstance(error, RUN_FAILURES) and "Failed to reach API" not in str(error):
+            raise
+        return _failed(error)
     except RUN_FAILURES as error:
-        print(f"fp8-grpo: {type(error).__name__}: {error}", file=sys.stderr)
-        return CONFIG_ERROR if isinstance(error, DataError) else FAILED
+        return _failed(error)
     print(f"report: {result['folder']}/report.md")
-    mlflow, uri = Path(sys.executable).parent / "mlflow", tracking_uri(config.tracking.uri, runs_dir)
-    print(f"MLflow: {mlflow} ui --backend-store-uri {uri}")
+    print(f"MLflow: {_how_to_see(tracking_uri(config.tracking.uri, runs_dir))}")
     return OK
+
+
+def _failed(error: Exception) -> int:
+    print(f"fp8-grpo: {type(error).__name__}: {error}", file=sys.stderr)
+    return CONFIG_ERROR if isinstance(error, DataError) else FAILED
+
+
+def _how_to_see(uri: str) -> str:
+    """The command that shows a local store; a server is only named, without a password that its URI may hold."""
+    if uri.startswith(("http:", "https:")):
+        parts = urlsplit(uri)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    if "@" in uri:
+        return "see MLFLOW_TRACKING_URI"
+    return f"{Path(sys.executable).parent / 'mlflow'} ui --backend-store-uri {uri}"

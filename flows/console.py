@@ -97,5 +97,5 @@ def closing_rows(summary: Mapping[str, float | None]) -> list[tuple[str, str]]:
         ("step, median s", show("time/step_s", ".3f")),
     ]
     rows += [(f"  {phase}, median s", show(f"time/{phase}_s", ".3f")) for phase in PHASES]
-    rows.append(("peak memory of one process, GB", show("memory/peak_gb", ".2f")))
+    rows.append(("memory of the largest process, peak GB", show("memory/peak_gb", ".2f")))
     return rows

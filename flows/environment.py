@@ -6,6 +6,8 @@ import os
 import tomllib
 from pathlib import Path
 
+from infra.prefect_server import EmbeddedPrefectServer
+
 _DEFAULTS = {
     # Nothing is sent anywhere; a closed network would cost seconds at each start.
     "DO_NOT_TRACK": "1",
@@ -21,13 +23,12 @@ _DEFAULTS = {
     # The command prints what went wrong; Prefect would print its traceback besides.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
 
 
-def prepare_environment(runs_dir: Path, local_ray: bool) -> None:
+def prepare_environment(local_ray: bool) -> None:
     """Set what is not set; call before prefect, mlflow and ray are imported.
 
     `local_ray`: Ray will be started by this process, and then listens on loopback alone.
@@ -37,10 +38,21 @@ def prepare_environment(runs_dir: Path, local_ray: bool) -> None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    if _prefect_api_url() is None:
-        runs_dir.mkdir(parents=True, exist_ok=True)
-        database = f"sqlite+aiosqlite:///{(runs_dir / 'prefect.db').resolve()}"
-        os.environ.setdefault("PREFECT_SERVER_DATABASE_CONNECTION_URL", database)
+
+
+def embedded_prefect(runs_dir: Path) -> EmbeddedPrefectServer | None:
+    """Start a Prefect server for this process unless the environment or the active profile names one.
+
+    Call before prefect is imported; the server comes up in the background.
+    """
+    if _prefect_api_url() is not None:
+        return None
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    database = f"sqlite+aiosqlite:///{(runs_dir / 'prefect.db').resolve()}"
+    os.environ.setdefault("PREFECT_SERVER_DATABASE_CONNECTION_URL", database)
+    server = EmbeddedPrefectServer(runs_dir / "prefect.log")
+    os.environ["PREFECT_API_URL"] = server.url
+    return server
 
 
 def _prefect_api_url() -> str | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from conf.compose import digest, flatten
+from conf.compose import RESULT_NEUTRAL, digest, flatten
 from conf.problems import ConfigError
 from conf.schema import RunConfig
+from flows.inputs import input_digests
 from infra.store import CheckpointStore, Manifest
 
 
@@ -50,6 +52,7 @@ def _identify(config: RunConfig, store: CheckpointStore) -> RunIdentity:
         if not matching:
             return RunIdentity(_new_name(config, store), None)
         newest = max(matching, key=lambda m: m.created_at)
+        _check_same_config(config, newest)
         return RunIdentity(newest.run, newest)
     named = store.latest(config.resume)
     if named is None:
@@ -63,26 +66,34 @@ def _new_name(config: RunConfig, store: CheckpointStore) -> str:
     if config.run_name is None:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         return f"{config.recipe.name}-s{config.seed}-{stamp}-{secrets.token_hex(2)}"
-    if (Path(config.runs_dir) / config.run_name).exists() or config.run_name in store.runs():
+    folder = Path(config.runs_dir) / config.run_name
+    if store.latest(config.run_name) is not None:
         raise ConfigError(
             [f"run_name = {config.run_name}: this run exists; allowed: a new name, or resume={config.run_name}"]
         )
+    if folder.exists() and not (folder / "journal.jsonl").is_file():
+        raise ConfigError([f"run_name = {config.run_name}: {folder} exists and is no run; allowed: another name"])
     return config.run_name
 
 
 def _check_same_config(config: RunConfig, manifest: Manifest) -> None:
     """A continued run keeps every key that shapes its results."""
-    if manifest.meta["config_digest"] == digest(config):
-        return
-    before, now = manifest.meta["config"], flatten(config)
+    before = _shaping(manifest.meta["config"]) | manifest.meta["inputs"]
+    now = _shaping(flatten(config)) | input_digests(config)
     changed = [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
     ]
-    raise ConfigError(
-        [f"resume = {manifest.run}: the configuration changed ({'; '.join(changed)}); allowed: the run's own values"]
-    )
+    if changed:
+        raise ConfigError(
+            [f"resume = {manifest.run}: inputs changed ({'; '.join(changed)}); allowed: the run's own values"]
+        )
+
+
+def _shaping(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that shape results, as the digest takes them."""
+    return {key: value for key, value in flat.items() if key.partition(".")[0] not in RESULT_NEUTRAL}
 
 
 def checkpoint_meta(config: RunConfig, step: int, mlflow_run_id: str | None, model_dir: str) -> dict[str, Any]:
@@ -90,6 +101,7 @@ def checkpoint_meta(config: RunConfig, step: int, mlflow_run_id: str | None, mod
     return {
         "config_digest": digest(config),
         "config": flatten(config),
+        "inputs": input_digests(config),
         "mlflow_run_id": mlflow_run_id,
         "prompts_drawn": step * config.algorithm.prompts_per_step,
         "model_dir": model_dir,

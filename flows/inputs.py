@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 from conf.preflight import preflight
 from conf.problems import ConfigError
 from conf.schema import JsonlData, RunConfig
-from tasks.data.examples import DataError
+from tasks.data.examples import DataError, Dataset
 from tasks.data.loading import load_dataset
+from tasks.data.tokens import TextCodec
 from tasks.engines.plan import RunPlan, plan_run
 from tasks.engines.protocols import EngineError
+
+
+def input_digests(config: RunConfig) -> dict[str, str]:
+    """SHA-256 of the files that a configuration names by path: data rows, and the model folder file by file."""
+    files: list[Path] = [Path(config.data.path)] if isinstance(config.data, JsonlData) else []
+    if config.model.path is not None:
+        folder = Path(config.model.path)
+        files += [p for p in sorted(folder.iterdir()) if p.suffix in (".json", ".safetensors", ".model", ".txt")]
+    return {f"file {path.name}": _sha256(path) for path in files}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def check_inputs(config: RunConfig) -> RunPlan:
@@ -18,6 +36,8 @@ def check_inputs(config: RunConfig) -> RunPlan:
     """
     preflight(config)
     problems: list[str] = []
+    if Path(config.runs_dir).exists() and not Path(config.runs_dir).is_dir():
+        problems.append(f"runs_dir = {config.runs_dir}: is a file; allowed: a folder, or a path that does not exist")
     plan = None
     try:
         plan = plan_run(config)
@@ -32,3 +52,21 @@ def check_inputs(config: RunConfig) -> RunPlan:
     if problems or plan is None:
         raise ConfigError(problems)
     return plan
+
+
+def check_prompts(dataset: Dataset, codec: TextCodec, config: RunConfig) -> None:
+    """`DataError` for a step that needs more prompts than there are, or a prompt that leaves no room to answer.
+
+    All prompts are encoded here, so that none of them can end a run at the step that draws it.
+    """
+    wanted, have = config.algorithm.prompts_per_step, len(dataset.train)
+    if wanted > have:
+        raise DataError(f"algorithm.prompts_per_step = {wanted}: there are {have} train prompts; allowed: 1 to {have}")
+    room = codec.max_positions - config.rollout.max_new_tokens
+    for example in (*dataset.train, *dataset.eval):
+        count = len(codec.encode(example.prompt))
+        if count > room:
+            raise DataError(
+                f"prompt {example.id} ({example.prompt[:60]!r}) has {count} tokens; at most {room} are allowed: the "
+                f"model's {codec.max_positions} positions less rollout.max_new_tokens {config.rollout.max_new_tokens}"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -53,6 +54,7 @@ class Session:
         self.dataset = dataset
         self.grader = grader
         self.console = console
+        self.start_step = identity.start_step
 
     @property
     def storage_target(self) -> tuple[str, dict[str, Any]]:
@@ -82,10 +84,13 @@ def open_session(
 ) -> Iterator[Session]:
     """Open all resources of a run. MLflow's status follows how the block ends."""
     folder = Path(config.runs_dir).resolve() / identity.name
+    if identity.manifest is None:
+        _set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(resolved(config), sort_keys=False))
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         journal = stack.enter_context(Journal(folder / "journal.jsonl"))
+        journal.claim()
         _take_over_journal(config, identity, journal)
         loading = pool.submit(load_dataset, config.data)
         stack.enter_context(ray_cluster(config.cluster, namespace=f"fp8-grpo-{identity.name}"))
@@ -99,14 +104,27 @@ def open_session(
         yield Session(config, identity, folder, Record(journal, writer), engines, dataset, grader, console)
 
 
+def _set_aside(folder: Path) -> None:
+    """Move what an attempt left that died before its first checkpoint; a live one is a `JournalError`."""
+    if not folder.exists():
+        return
+    with Journal(folder / "journal.jsonl") as journal:
+        journal.claim()
+        folder.rename(folder.with_name(f"{folder.name}.abandoned-{secrets.token_hex(3)}"))
+
+
 def _take_over_journal(config: RunConfig, identity: RunIdentity, journal: Journal) -> None:
-    """On a machine that has no journal of the run, take the copy that travelled with the checkpoint."""
-    if identity.manifest is None or len(journal):
+    """Where the local journal lacks steps of the checkpoint, complete it from the copy that travelled with it."""
+    if identity.manifest is None or (len(journal) and _knows(journal, identity.start_step)):
         return
     with TemporaryDirectory(prefix="fp8-grpo-journal-") as folder:
         target = Path(folder) / "checkpoint"
         CheckpointStore(*storage_target(config)).fetch(identity.manifest, target)
         journal.import_copy(target / "journal.jsonl")
+
+
+def _knows(journal: Journal, step: int) -> bool:
+    return step == 0 or journal.find("step", step) is not None
 
 
 def _start_actors(config: RunConfig, name: str) -> Engines:

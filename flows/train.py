@@ -12,7 +12,7 @@ from prefect.context import FlowRunContext
 from conf.compose import compose
 from conf.schema import RunConfig
 from flows.console import Console
-from flows.inputs import check_inputs
+from flows.inputs import check_inputs, check_prompts
 from flows.report import summarize, write_report
 from flows.session import Session, find_run, open_session
 from flows.steps import Stepper
@@ -49,6 +49,11 @@ def run_training(config: RunConfig, flow_run_id: str, run_count: int, console: C
         _train(session, stepper)
         _finish(session, stepper)
         summary = _report(session)
+        if session.record.replay_differences:
+            console.say(
+                f"{session.record.replay_differences} values of repeated steps differ from the journal: this machine "
+                "or its libraries do not compute as before"
+            )
     console.closing(config.recipe.name, summary)
     return {"run": identity.name, "folder": str(session.folder), **summary}
 
@@ -69,6 +74,7 @@ def _prepare(session: Session) -> Stepper:
         s.console.say(f"warm start: {how}")
     build_engines(s.engines, config, model_dir)
     codec, linears = TextCodec(Path(model_dir)), rollout_linears(config, Path(model_dir))
+    check_prompts(s.dataset, codec, config)
     stepper = Stepper(s, codec, model_dir, linears)
     if s.identity.manifest is None:
         values = bootstrap(s.engines, config, s.dataset, codec, linears)
@@ -76,7 +82,12 @@ def _prepare(session: Session) -> Stepper:
         _evaluate(s, stepper, 0)
         s.record.add("checkpoint", 0, stepper.checkpoint(0))
     else:
-        wait("restore", s.engines.trainer.restore.remote(s.storage_target, s.identity.name))
+        restored = wait("restore", s.engines.trainer.restore.remote(s.storage_target, s.identity.name))
+        s.start_step = restored["step"]
+        if s.start_step != s.identity.start_step:
+            s.console.say(
+                f"the checkpoint of step {s.identity.start_step} is damaged; the run goes on after step {s.start_step}"
+            )
         sync(s.engines, config.recipe, linears)
     return stepper
 
@@ -89,7 +100,8 @@ def _evaluate(session: Session, stepper: Stepper, step: int) -> None:
 
 def _train(session: Session, stepper: Stepper) -> None:
     config = session.config
-    for step in range(session.identity.start_step + 1, config.steps + 1):
+    session.console.advance("train", session.start_step, config.steps, line=False)
+    for step in range(session.start_step + 1, config.steps + 1):
         metrics = stepper.step(step)
         session.record.add("step", step, metrics)
         session.console.step(step, config.steps, metrics)

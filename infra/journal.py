@@ -105,6 +105,11 @@ class Journal:
             self._write([entry])
             return entry
 
+    def claim(self) -> None:
+        """Take the file for this process now, not at the first append; JournalError when another one writes it."""
+        with self._mutex:
+            self._writable(self._size)
+
     def entries(self) -> tuple[Entry, ...]:
         """All entries, oldest first."""
         with self._mutex:

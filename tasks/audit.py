@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from conf.schema import Recipe
+from tasks.engines.precision_plan import block_spec
 from tasks.engines.protocols import EngineReport
 
 _FORMAT_DTYPE = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
@@ -22,6 +23,7 @@ def audit(report: EngineReport, sent: Mapping[str, Any], recipe: Recipe, expecte
     names that the recipe quantises. Raises `AuditError` with every difference (at most 20 are listed).
     """
     problems = [
+        *report.problems,
         *_precision_problems(report, recipe, expected_linears),
         *_differences("weight version", {"": report.version}, {"": sent["version"]}),
         *_differences("scale", _named(report.scales), _named(sent["scales"])),
@@ -42,6 +44,10 @@ def _precision_problems(report: EngineReport, recipe: Recipe, expected: tuple[st
         yield f"{name}: recipe {recipe.name} quantises it, the engine holds it in high precision"
     for name in sorted(held - set(expected)):
         yield f"{name}: quantised in the engine, but not by recipe {recipe.name}"
+    spec = block_spec(recipe.rollout_linears)
+    for live in report.block_specs:
+        if live != spec:
+            yield f"linear blocks: recipe {recipe.name} says {spec}, the engine runs {live}"
     query = recipe.kv.dtype if recipe.kv.quantize_query else "bf16"
     wanted = {"KV cache": recipe.kv.dtype, "attention query": query}
     real = {"KV cache": report.kv_dtype, "attention query": report.query_dtype}

@@ -38,5 +38,6 @@ def reward(
         "reward/mean": float(rewards.mean()),
         "reward/zero_variance_fraction": float(zero_variance(rewards).double().mean()),
         "reward/timed_out": float(sum(g.timed_out for g in grades)),
+        "reward/verifier_errors": float(sum(g.error is not None for g in grades)),
     }
     return {"metrics": metrics, "advantages": advantages}

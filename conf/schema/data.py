@@ -18,8 +18,8 @@ class _Split(Section):
     eval_share: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Share of the prompt-hash space that belongs to evaluation (0 < x < 1)."""
 
-    answer_time_limit_s: float = Field(default=5.0, gt=0.0)
-    """Time after which the verifier of one answer is stopped and the answer scores 0 (seconds, > 0)."""
+    answer_time_limit_s: float = Field(default=5.0, gt=0.0, le=3600.0)
+    """Time after which the verifier of one answer is stopped and the answer scores 0 (seconds, 0 < x <= 3600)."""
 
 
 class ReasoningGymData(_Split):

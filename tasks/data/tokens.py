@@ -14,6 +14,12 @@ class TextCodec:
     def __init__(self, directory: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         self.eos_token_ids = self._end_tokens(directory)
+        self._directory = directory
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence of the model, prompt and response together (tokens)."""
+        return int(json.loads((self._directory / "config.json").read_text())["max_position_embeddings"])
 
     def _end_tokens(self, directory: Path) -> tuple[int, ...]:
         """The tokenizer's end token, and those of generation_config.json and config.json."""

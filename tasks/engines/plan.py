@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conf.schema import LinearPrecision, RunConfig
 from tasks.engines.precision_plan import LinearPlan, block_spec, plan_linears
+from tasks.engines.protocols import EngineError
 from tasks.engines.tiny_model import tiny_config
 
 
@@ -39,7 +41,10 @@ def shape_model(config: RunConfig, model_dir: Path | None = None) -> nn.Module:
     """The model on the meta device: shapes without storage. `model_dir` stands before the configuration's own."""
     folder = model_dir or (Path(config.model.path) if config.model.path else None)
     if folder is not None:
-        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        try:
+            hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except (ValueError, OSError, KeyError) as error:
+            raise EngineError(f"{folder}/config.json: transformers cannot build this model: {error}") from error
     else:
         assert config.model.architecture is not None
         hf_config = tiny_config(config.model.architecture, eos_token_id=1)
@@ -66,22 +71,42 @@ def _engine_plan(model: nn.Module, precision: LinearPrecision) -> EnginePlan:
     return EnginePlan(linears, size)
 
 
+@dataclass(frozen=True)
+class _AttentionShape:
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+def _attention_shape(model: nn.Module) -> _AttentionShape:
+    """Read from the model's own modules; `EngineError` for attention that the torch engines do not know."""
+    hf: Any = model.config
+    kind = getattr(hf, "model_type", "unknown")
+    found = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "k_proj")]
+    layers, heads = getattr(hf, "num_hidden_layers", None), getattr(hf, "num_attention_heads", None)
+    if layers is None or heads is None or len(found) != layers:
+        raise EngineError(
+            f"model type {kind} is not supported: every decoder layer needs attention with q_proj, k_proj and v_proj "
+            "(Qwen, Llama, Mistral and their like)"
+        )
+    kv_heads = getattr(hf, "num_key_value_heads", None) or heads
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
+    return _AttentionShape(int(layers), int(kv_heads), int(head_dim))
+
+
 def plan_run(config: RunConfig) -> RunPlan:
     """The plan that `--dry-run` prints; raises `EngineError` for a recipe that does not fit the model."""
     model = shape_model(config)
-    hf = model.config
-    layers, recipe = int(hf.num_hidden_layers), config.recipe  # type: ignore[union-attr, arg-type]
-    heads = int(hf.num_key_value_heads)  # type: ignore[union-attr, arg-type]
-    head_dim = int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)  # type: ignore[union-attr, operator]
+    recipe, shape = config.recipe, _attention_shape(model)
     parameters = sum(p.numel() for p in model.parameters())
     training = plan_linears(model, recipe.training_linears)
     return RunPlan(
         parameters=parameters,
-        layers=layers,
+        layers=shape.layers,
         rollout=_engine_plan(model, recipe.rollout_linears),
         # The trainer keeps a BF16 compute copy whatever its products run in.
         training=EnginePlan(training, 2 * parameters),
-        kv_bytes_per_token=2 * layers * heads * head_dim * (1 if recipe.kv.quantized else 2),
+        kv_bytes_per_token=2 * shape.layers * shape.kv_heads * shape.head_dim * (1 if recipe.kv.quantized else 2),
         optimizer_bytes=12 * parameters,
         optimizer_updates=config.steps * config.algorithm.updates_per_step,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from conf.schema import Recipe
 from tasks.numerics.calibration import Scales
+from tasks.numerics.fp8_linear import BlockSpec
 
 
 class EngineError(RuntimeError):
@@ -116,7 +117,9 @@ class EngineReport:
     """What an engine really holds, read from its live modules.
 
     `quantized_linears` names; `linear_dtype` of their weights; `kv_dtype` of the cache; `scales` in use;
-    `fingerprints` of each held tensor by Hugging Face name; `version` None while dirty.
+    `fingerprints` of each held tensor by Hugging Face name; `version` None while dirty. `block_specs`: the
+    different block shapes of the live quantised linears. `problems`: what the engine itself found to be
+    inconsistent, such as a product that would not use the weights it holds.
     """
 
     engine: str
@@ -127,6 +130,8 @@ class EngineReport:
     query_dtype: str
     scales: Scales
     fingerprints: dict[str, int]
+    block_specs: tuple[BlockSpec, ...] = ()
+    problems: tuple[str, ...] = ()
     memory: dict[str, float] = field(default_factory=dict)
 
 

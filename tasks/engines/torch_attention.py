@@ -34,6 +34,8 @@ class AttentionHook(Protocol):
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
+    if kwargs.get("softcap") is not None:
+        raise EngineError("attention with a soft cap is not supported by the torch engines")
     hook = cast(AttentionHook, module.fp8_grpo_hook)
     scaling = kwargs.get("scaling")
     out = hook.attend(module.layer_idx, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)  # type: ignore[arg-type]
@@ -125,6 +127,9 @@ class CachedAttention:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the cached keys; before anything was cached, the one that they will get."""
+        for cache in self._layers.values():
+            return cache.keys.dtype
         return torch.float8_e4m3fn if self.fp8 else torch.bfloat16
 
     def _scale(self, layer: int, part: str) -> float:

@@ -31,6 +31,11 @@ class Fp8InferenceLinear(nn.Module):
         weight, scales = self.get_buffer("weight"), self.get_buffer("weight_scale_inv")
         self._decoded = dequantize(Quantized(weight, scales, self.spec.weight))
 
+    def is_consistent(self) -> bool:
+        """Whether the product would use exactly the codes and scales that are held."""
+        weight, scales = self.get_buffer("weight"), self.get_buffer("weight_scale_inv")
+        return torch.equal(self._decoded, dequantize(Quantized(weight, scales, self.spec.weight)))
+
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         y = forward_product(flat, self._decoded, self.spec).reshape(*x.shape[:-1], -1)

@@ -64,6 +64,24 @@ def forward_hidden(model: PreTrainedModel, tokens: Tensor, positions: Tensor) ->
     return out
 
 
+def check_plain_head(model: PreTrainedModel) -> None:
+    """`EngineError` unless lm_head on the last hidden states gives the model's own logits.
+
+    Some models scale or cap their logits after lm_head; leaving that out would change the policy on both sides
+    alike, so that no mismatch metric could show it.
+    """
+    tokens = torch.arange(min(8, int(model.config.vocab_size))).unsqueeze(0)
+    positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+    with torch.no_grad():
+        own = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        ours = head_logits(model, forward_hidden(model, tokens, positions))
+    if not torch.equal(own, ours):
+        raise EngineError(
+            f"model type {model.config.model_type} changes its logits after lm_head, "
+            "which the torch engines do not support"
+        )
+
+
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """lm_head on selected hidden states `[..., hidden]`."""
     head = model.get_output_embeddings()

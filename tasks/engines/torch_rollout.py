@@ -199,11 +199,15 @@ class TorchRolloutEngine:
             quantized_linears=tuple(fp8),
             linear_dtype="/".join(sorted(dtypes)) or "bfloat16",
             kv_dtype=str(self._attention.dtype).removeprefix("torch."),
-            query_dtype=str(self._attention.dtype if self._attention.quantize_query else torch.bfloat16).removeprefix(
-                "torch."
-            ),
+            query_dtype="float8_e4m3fn" if self._attention.quantize_query else "bfloat16",
             scales=dict(self._attention.scales),
             fingerprints={name: fingerprint(tensor) for name, tensor in held.items()},
+            block_specs=tuple(dict.fromkeys(m.spec for m in fp8.values())),
+            problems=tuple(
+                f"{name}: the product does not use the weights that are held"
+                for name, m in fp8.items()
+                if self._version is not None and not m.is_consistent()
+            ),
             memory={"memory/weights_gb": size / 1e9, "memory/kv_capacity_tokens": float(self._slots)},
         )
 

@@ -16,7 +16,7 @@ from tasks.engines.precision_plan import block_spec, plan_linears, scale_name
 from tasks.engines.protocols import EngineError, EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
 from tasks.engines.torch_attention import WholeSequenceAttention, install_hook
 from tasks.engines.torch_linears import Fp8TrainingLinear, use_fp8_training
-from tasks.engines.torch_models import forward_hidden, head_logits, loaded_model, weights
+from tasks.engines.torch_models import check_plain_head, forward_hidden, head_logits, loaded_model, weights
 from tasks.engines.torch_optimizer import MasterOptimizer
 from tasks.numerics.calibration import CalibrationObserver, Scales
 from tasks.numerics.fingerprint import fingerprint
@@ -65,6 +65,7 @@ class TorchTrainerEngine:
         use_fp8_training(self._model, plan.quantized, block_spec(spec.recipe.training_linears))
         self._attention = WholeSequenceAttention()
         self._layers = install_hook(self._model, self._attention)
+        check_plain_head(self._model)
         master = weights(loaded_model(model_dir, torch.float32))
         self._optimizer = MasterOptimizer(dict(self._model.named_parameters()), master, spec.trainer.optimizer)
         self._reference = self._frozen_reference(model_dir)

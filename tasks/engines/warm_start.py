@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -24,6 +25,8 @@ _RECIPE_VERSION = 1
 """Raised when the procedure below changes, so that no older cache entry is taken for its result."""
 
 _IGNORED = -100
+_SUMS = "sha256.json"
+log = logging.getLogger(__name__)
 _RAMP_STEPS = 30
 
 
@@ -64,11 +67,15 @@ def cached_warm_start(spec: WarmStartSpec, cache: Path, progress: Callable[[int,
     """
     target = cache / spec.digest()
     if target.is_dir():
-        return target, True
+        if _is_intact(target):
+            return target, True
+        log.warning("the cached warm start %s is damaged and is made anew", target)
+        shutil.rmtree(target)
     cache.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
     try:
         _build(spec, building, progress)
+        (building / _SUMS).write_text(json.dumps(_sums(building)))
         os.replace(building, target)
     except OSError:
         if not target.is_dir():
@@ -76,6 +83,20 @@ def cached_warm_start(spec: WarmStartSpec, cache: Path, progress: Callable[[int,
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return target, False
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file by name."""
+    files = sorted(path for path in folder.iterdir() if path.name != _SUMS)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        wanted = json.loads((folder / _SUMS).read_text())
+    except (OSError, json.JSONDecodeError):
+        return False
+    return bool(wanted == _sums(folder))
 
 
 def _build(spec: WarmStartSpec, directory: Path, progress: Callable[[int, float], None]) -> None:

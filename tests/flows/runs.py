@@ -80,17 +80,41 @@ def train_and_kill(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    journal, deadline = runs_dir / run / "journal.jsonl", time.monotonic() + 480
-    needle = f'"kind":"step","step":{after_step},'
-    while not (journal.is_file() and needle in journal.read_text().replace(" ", "")):
-        assert process.poll() is None, f"the run ended before step {after_step}"
-        assert time.monotonic() < deadline, f"step {after_step} did not come"
-        time.sleep(0.02)
+    _await_step(process, runs_dir / run / "journal.jsonl", after_step)
     children = psutil.Process(process.pid).children(recursive=True)
     time.sleep(0.15)
     process.send_signal(signal.SIGKILL)
     process.wait()
     _sweep(children)
+
+
+def train_and_interrupt(
+    arguments: Sequence[str], runs_dir: Path, run: str, after_step: int
+) -> tuple[Finished, list[str]]:
+    """Ctrl-C as a terminal sends it: SIGINT to the whole process group. Also returns what was left running."""
+    process = subprocess.Popen(
+        command([*arguments, f"run_name={run}"], runs_dir),
+        env=_environment(None),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    _await_step(process, runs_dir / run / "journal.jsonl", after_step)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=240)
+    _, alive = psutil.wait_procs(children, timeout=60)
+    return Finished(process.returncode, out), [" ".join(p.cmdline()) for p in alive]
+
+
+def _await_step(process: subprocess.Popen[str] | subprocess.Popen[bytes], journal: Path, step: int) -> None:
+    deadline = time.monotonic() + 480
+    needle = f'"kind":"step","step":{step},'
+    while not (journal.is_file() and needle in journal.read_text()):
+        assert process.poll() is None, f"the run ended before step {step}"
+        assert time.monotonic() < deadline, f"step {step} did not come"
+        time.sleep(0.02)
 
 
 def _sweep(children: list[psutil.Process]) -> None:

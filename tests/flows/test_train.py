@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tests.flows.runs import final_weights, journal_of, points, train, train_and_kill
+from tests.flows.runs import final_weights, journal_of, points, train, train_and_interrupt, train_and_kill
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -137,3 +137,15 @@ def test_killed_in_a_step_and_resumed_is_bitwise_equal(runs_dir: Path, reference
     assert points(runs_dir, "killed") == points(runs_dir, reference)
     url = f"{runs_dir}/checkpoints"
     assert final_weights(url, "killed") == final_weights(url, reference)
+
+
+def test_ctrl_c_ends_cleanly(runs_dir: Path, reference: str) -> None:
+    done, left = train_and_interrupt(["steps=500"], runs_dir, "interrupted", after_step=2)
+    assert done.code == 130, done.out
+    assert "the same command with resume=auto goes on" in done.out
+    assert "Traceback" not in done.out and "Error logging to API" not in done.out
+    assert left == []
+    client = MlflowClient(f"sqlite:///{runs_dir}/mlflow.db")
+    (experiment,) = client.search_experiments(filter_string="name = 'fp8-grpo'")
+    (run,) = client.search_runs([experiment.experiment_id], "attributes.run_name = 'interrupted'")
+    assert run.info.status == "KILLED"
