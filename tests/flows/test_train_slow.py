@@ -71,6 +71,19 @@ def test_resume_without_the_local_journal(runs_dir: Path) -> None:
     assert all(len(values) == 1 for values in found.values())
 
 
+def test_a_damaged_checkpoint_is_passed_over(runs_dir: Path) -> None:
+    _ok(train(["run_name=whole"], runs_dir))
+    _ok(train(["run_name=damaged", "steps=4"], runs_dir))
+    (weights,) = (runs_dir / "checkpoints" / "damaged" / "attempts").glob("00000004-*/weights.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    done = _ok(train(["resume=damaged"], runs_dir))
+    assert "the checkpoint of step 4 is damaged; the run goes on after step 2" in done.out
+    url = f"{runs_dir}/checkpoints"
+    assert final_weights(url, "damaged") == final_weights(url, "whole")
+
+
 def test_resume_rules(runs_dir: Path) -> None:
     _ok(train(["run_name=short", "steps=2"], runs_dir))
     assert "this run exists" in train(["run_name=short"], runs_dir).out

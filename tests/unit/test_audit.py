@@ -11,6 +11,7 @@ from conf.compose import compose
 from conf.schema import Recipe
 from tasks.audit import AuditError, audit
 from tasks.engines.protocols import EngineReport
+from tasks.numerics.fp8_linear import BlockSpec
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 LINEARS = (UP, DOWN)
@@ -174,3 +175,15 @@ def test_a_long_list_is_cut_and_counted(report: EngineReport, sent: dict[str, An
     assert len(lines) == 21
     assert lines[0] == "tensor.00: fingerprint in the engine nothing, sent 0"
     assert lines[-1] == "... and 3 more"
+
+
+def test_other_block_shapes_are_named(report: EngineReport, sent: dict[str, Any], recipe: Recipe) -> None:
+    right, wrong = BlockSpec(), BlockSpec(group=64)
+    audit(replace(report, block_specs=(right,)), sent, recipe, LINEARS)
+    (line,) = _problems(replace(report, block_specs=(right, wrong)), sent, recipe, LINEARS)
+    assert line == f"linear blocks: recipe fp8_e2e_kv says {right}, the engine runs {wrong}"
+
+
+def test_what_the_engine_itself_finds_wrong_counts(report: EngineReport, sent: dict[str, Any], recipe: Recipe) -> None:
+    found = f"{UP}: the product does not use the weights that are held"
+    assert _problems(replace(report, problems=(found,)), sent, recipe, LINEARS) == [found]

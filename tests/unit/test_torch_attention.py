@@ -9,6 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tasks.engines.protocols import EngineError
 from tasks.engines.torch_attention import CachedAttention, install_hook
+from tasks.engines.torch_linears import Fp8InferenceLinear
+from tasks.numerics.fp8_linear import BlockSpec
 
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 128, 8
 SCALES = {(0, "q"): 0.02, (0, "k"): 0.03, (0, "v"): 0.01}
@@ -136,3 +138,14 @@ def test_attention_that_the_engines_do_not_compute_is_refused() -> None:
         install_hook(nn.ModuleList([_Layer(0), _Layer(2)]), _attention(False))
     with pytest.raises(EngineError, match=r"attention layers found: \[\]"):
         install_hook(nn.Linear(2, 2), _attention(False))
+
+
+def test_a_product_that_bypasses_the_held_weights_is_reported() -> None:
+    linear = Fp8InferenceLinear((128, 128), None, BlockSpec())
+    linear.get_buffer("weight").copy_(torch.ones(128, 128).to(torch.float8_e4m3fn))
+    linear.get_buffer("weight_scale_inv").fill_(0.5)
+    assert not linear.is_consistent()
+    linear.install()
+    assert linear.is_consistent()
+    linear._decoded.zero_()
+    assert not linear.is_consistent()

@@ -231,3 +231,15 @@ def test_labels_stand_on_the_answer_alone() -> None:
     tokens, labels = pad_supervised([([5, 6, 7], [8, 1]), ([9], [2, 3, 1])])
     assert tokens.tolist() == [[5, 6, 7, 8, 1], [9, 2, 3, 1, 0]]
     assert labels.tolist() == [[-100, -100, -100, 8, 1], [-100, 2, 3, 1, -100]]
+
+
+def test_a_damaged_entry_is_made_anew(tmp_path: Path) -> None:
+    folder, cached = cached_warm_start(SPEC, tmp_path, _ignore)
+    assert not cached
+    path = folder / "model.safetensors"
+    right = path.read_bytes()
+    path.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+    again, cached = cached_warm_start(SPEC, tmp_path, _ignore)
+    assert (again, cached) == (folder, False)
+    assert path.read_bytes() == right
+    assert cached_warm_start(SPEC, tmp_path, _ignore) == (folder, True)
