@@ -38,7 +38,7 @@ def _dataset(*prompts: str) -> Dataset:
 
 def test_more_prompts_a_step_than_there_are(model_dir: Path) -> None:
     config = compose([*OVERRIDES, "algorithm.prompts_per_step=3"])
-    with pytest.raises(DataError, match="algorithm.prompts_per_step = 3: there are 2 train prompts; allowed: 1 to 2"):
+    with pytest.raises(DataError, match=r"algorithm\.prompts_per_step = 3: there are 2 train prompts; allowed: 1 to 2"):
         check_prompts(_dataset("1", "2"), TextCodec(model_dir), config)
     check_prompts(_dataset("1", "2", "3"), TextCodec(model_dir), config)
 
@@ -54,7 +54,7 @@ def test_a_prompt_that_leaves_no_room_to_answer(model_dir: Path) -> None:
 
 def test_a_file_in_the_place_of_runs_dir(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    with pytest.raises(ConfigError, match="runs: is a file; allowed: a folder"):
+    with pytest.raises(ConfigError, match=r"runs: is a file; allowed: a folder"):
         check_inputs(compose([f"runs_dir={tmp_path}/runs"]))
 
 
