@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from conf.schema import Cluster
 
+_CONNECT_S = 5.0
+
 
 class ClusterError(RuntimeError):
     """Ray could not be started or joined, or an actor could not be placed in time."""
@@ -24,6 +27,7 @@ def ray_cluster(cluster: Cluster, namespace: str) -> Iterator[None]:
     """Start or join Ray; at the end stop what was started, and only disconnect from what was joined."""
     if ray.is_initialized():
         raise ClusterError("this process is connected to Ray already; one run has one connection")
+    _check_reachable(cluster)
     try:
         ray.init(**_arguments(cluster, namespace))
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
@@ -33,6 +37,17 @@ def ray_cluster(cluster: Cluster, namespace: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_reachable(cluster: Cluster) -> None:
+    """Ray waits without end for an address where nobody listens; a plain connection tells at once."""
+    if cluster.address is None or cluster.address == "auto":
+        return
+    host, _, port = cluster.address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ClusterError(f"cluster.address={cluster.address}: could not connect: {error}") from error
 
 
 def _arguments(cluster: Cluster, namespace: str) -> dict[str, Any]:

@@ -120,23 +120,17 @@ def ray_head() -> Iterator[str]:
     """An existing cluster on loopback; yields its address."""
     environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     ray = str(Path(sys.executable).parent / "ray")
-    start = [ray, "start", "--head", "--port=16379", "--num-cpus=4", "--include-dashboard=false"]
+    start = [ray, "start", "--head", "--port=6399", "--num-cpus=4", "--include-dashboard=false"]
     start += ["--disable-usage-stats", "--object-store-memory=200000000"]
     subprocess.run(start, env=environment, check=True, capture_output=True, timeout=120)
-    yield "127.0.0.1:16379"
+    yield "127.0.0.1:6399"
     subprocess.run([ray, "stop", "--force"], env=environment, check=False, capture_output=True, timeout=60)
 
 
 def test_existing_cluster_is_joined_and_left_running(runs_dir: Path, ray_head: str) -> None:
     cluster = ["cluster=existing", f"cluster.address={ray_head}"]
     for name in ("joined", "joined-again"):
-        _ok(train([*cluster, f"run_name={name}", "steps=1"], runs_dir))
-
-
-def test_unreachable_cluster_is_a_clear_error(runs_dir: Path) -> None:
-    done = train(["cluster=existing", "cluster.address=127.0.0.1:16380", "steps=1"], runs_dir)
-    assert done.code == 1
-    assert "could not connect to 127.0.0.1:16380" in done.out
+        _ok(train([*cluster, f"run_name={name}", "steps=1"], runs_dir, {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}))
 
 
 def test_tracking_uri_of_the_environment_is_honoured(runs_dir: Path, tmp_path: Path) -> None:
