@@ -36,8 +36,16 @@ def prepare_environment(local_ray: bool) -> None:
     if local_ray:
         # Ray has no other switch for it: 127.0.0.1 as an argument is replaced by the host's address.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    elif _has_ray_token():
+        # Token authentication is on in a cluster by default, but has to be asked for where the address is explicit.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def _has_ray_token() -> bool:
+    named = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
+    return named or (Path.home() / ".ray" / "auth_token").is_file()
 
 
 def embedded_prefect(runs_dir: Path) -> EmbeddedPrefectServer | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -53,7 +51,6 @@ def _check_reachable(cluster: Cluster) -> None:
 def _arguments(cluster: Cluster, namespace: str) -> dict[str, Any]:
     common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "error"}
     if cluster.kind == "existing":
-        _use_token_if_there_is_one()
         return common | {"address": cluster.address}
     # A local Ray is private to the run: an address in the environment must not turn it into a join.
     return common | {
@@ -62,13 +59,6 @@ def _arguments(cluster: Cluster, namespace: str) -> dict[str, Any]:
         "include_dashboard": False,
         "object_store_memory": cluster.object_store_mb * 2**20,
     }
-
-
-def _use_token_if_there_is_one() -> None:
-    """Ray's token authentication must be asked for when the address is explicit; an own setting wins."""
-    has_token = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
-    if has_token or (Path.home() / ".ray" / "auth_token").is_file():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def spawn(actor_class: type, name: str, threads: int, cluster: Cluster, *args: object) -> ActorHandle:
