@@ -45,13 +45,11 @@ def _identify(config: RunConfig, store: CheckpointStore) -> RunIdentity:
     if config.resume == "auto":
         names = store.runs() if config.run_name is None else (config.run_name,)
         found = [m for m in (store.latest(name) for name in names) if m is not None]
-        if config.run_name is not None:
-            for manifest in found:
-                _check_same_config(config, manifest)
-        matching = [m for m in found if m.meta["config_digest"] == digest(config)]
-        if not matching:
+        # A run that was named is the one that is meant, and must fit; otherwise others are none of our business.
+        meant = [m for m in found if config.run_name is not None or m.meta["config_digest"] == digest(config)]
+        if not meant:
             return RunIdentity(_new_name(config, store), None)
-        newest = max(matching, key=lambda m: m.created_at)
+        newest = max(meant, key=lambda m: m.created_at)
         _check_same_config(config, newest)
         return RunIdentity(newest.run, newest)
     named = store.latest(config.resume)
@@ -96,12 +94,14 @@ def _shaping(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key.partition(".")[0] not in RESULT_NEUTRAL}
 
 
-def checkpoint_meta(config: RunConfig, step: int, mlflow_run_id: str | None, model_dir: str) -> dict[str, Any]:
-    """What a resume must know beside the engine's state."""
+def checkpoint_meta(
+    config: RunConfig, step: int, mlflow_run_id: str | None, model_dir: str, inputs: Mapping[str, str]
+) -> dict[str, Any]:
+    """What a resume must know beside the engine's state; `inputs` as `input_digests` gave them at the start."""
     return {
         "config_digest": digest(config),
         "config": flatten(config),
-        "inputs": input_digests(config),
+        "inputs": dict(inputs),
         "mlflow_run_id": mlflow_run_id,
         "prompts_drawn": step * config.algorithm.prompts_per_step,
         "model_dir": model_dir,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from conf.schema import KvPrecision, LinearPrecision, Recipe
 from flows.identity import checkpoint_meta
+from flows.inputs import input_digests
 from flows.record import PHASES
 from flows.session import Session
 from infra.provenance import peak_memory_gb
@@ -34,6 +35,8 @@ class Stepper:
         self._model_dir = model_dir
         self._expected_linears = expected_linears
         self._recipe = session.config.recipe
+        # Once a run: a model folder can hold many gigabytes.
+        self._inputs = input_digests(session.config)
 
     def step(self, step: int) -> dict[str, float]:
         """Step `step` (from 1), at weight version step - 1; returns its metrics by MLflow name."""
@@ -79,7 +82,7 @@ class Stepper:
     def checkpoint(self, step: int) -> dict[str, float]:
         """Publish the state after `step` steps."""
         s = self._s
-        meta = checkpoint_meta(s.config, step, s.mlflow_run_id(), self._model_dir)
+        meta = checkpoint_meta(s.config, step, s.mlflow_run_id(), self._model_dir, self._inputs)
         journal = s.record.journal.path.read_bytes()
         keep = s.config.storage.keep_last
         return checkpoint(s.engines, s.storage_target, s.identity.name, step, journal, meta, keep)

@@ -99,6 +99,8 @@ def train_and_interrupt(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A runner in the background may have SIGINT ignored, and children inherit that; a terminal has not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     _await_step(process, runs_dir / run / "journal.jsonl", after_step)
     children = psutil.Process(process.pid).children(recursive=True)

@@ -10,6 +10,7 @@ from conf.compose import compose
 from conf.problems import ConfigError
 from conf.schema import RunConfig
 from flows.identity import checkpoint_meta, identify
+from flows.inputs import input_digests
 from flows.session import _set_aside, _take_over_journal
 from infra.journal import Journal, JournalError
 from infra.store import CheckpointStore
@@ -33,7 +34,9 @@ def _publish(store: CheckpointStore, config: RunConfig, run: str, step: int) -> 
         journal.claim()
         for done in range(1, step + 1):
             journal.append("step", done, {"reward/mean": done / 10}, time_ms=done)
-    store.publish(run, step, {"journal.jsonl": path}, checkpoint_meta(config, step, None, "model"))
+    store.publish(
+        run, step, {"journal.jsonl": path}, checkpoint_meta(config, step, None, "model", input_digests(config))
+    )
 
 
 def test_auto_takes_the_newest_run_of_the_same_configuration(tmp_path: Path, store: CheckpointStore) -> None:
