@@ -92,6 +92,10 @@ def _problem(override: Override, options: Mapping[str, Sequence[str]]) -> Proble
         return Problem(f"~{key}", value, "a key cannot be removed", f"~ before {' or '.join(FREE_MAPS)} only")
     if override.package is not None or "/" in key or key.split(".")[0] == "hydra":
         return unknown_key(override.get_key_element().lstrip("+"), value)
+    group, _, name = key.partition(".")
+    if name == "name" and value in options.get(group, ()):
+        wrong, allowed = "a label, which selects nothing", f"{group}={value}, or another name"
+        return Problem(key, value, wrong, allowed)
     if key in options and not (isinstance(value, str) and value in options[key]):
         return Problem(
             key,

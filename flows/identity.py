@@ -95,14 +95,17 @@ def _shaping(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_meta(
-    config: RunConfig, step: int, mlflow_run_id: str | None, model_dir: str, inputs: Mapping[str, str]
+    config: RunConfig, mlflow_run_id: str | None, model_dir: str, inputs: Mapping[str, str], drawn: int
 ) -> dict[str, Any]:
-    """What a resume must know beside the engine's state; `inputs` as `input_digests` gave them at the start."""
+    """What a resume must know beside the engine's state; `inputs` as `input_digests` gave them at the start.
+
+    `drawn`: prompts that were drawn up to here, the data cursor.
+    """
     return {
         "config_digest": digest(config),
         "config": flatten(config),
         "inputs": dict(inputs),
         "mlflow_run_id": mlflow_run_id,
-        "prompts_drawn": step * config.algorithm.prompts_per_step,
+        "prompts_drawn": drawn,
         "model_dir": model_dir,
     }

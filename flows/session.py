@@ -18,6 +18,7 @@ from flows.console import Console
 from flows.environment import tracking_uri
 from flows.identity import RunIdentity, identify
 from flows.record import Record
+from flows.top_tokens import TopTokens
 from infra.journal import Journal
 from infra.mlflow_writer import MlflowWriter
 from infra.provenance import git_commit
@@ -55,6 +56,7 @@ class Session:
         self.grader = grader
         self.console = console
         self.start_step = identity.start_step
+        self.top_tokens = TopTokens(folder / "top_tokens.jsonl")
 
     @property
     def storage_target(self) -> tuple[str, dict[str, Any]]:

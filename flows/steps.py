@@ -1,4 +1,4 @@
-"""One training step: sync, rollout, reward, score, train, calibrate, each a Prefect task."""
+"""One training step: sync, rollout, reward, score, train, calibrate, each a Prefect task or more."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from conf.schema import KvPrecision, LinearPrecision, Recipe
 from flows.identity import checkpoint_meta
 from flows.inputs import input_digests
 from flows.record import PHASES
+from flows.sampling import Sampler
 from flows.session import Session
 from infra.provenance import peak_memory_gb
 from tasks.calibrate import calibrate
 from tasks.calls import wait
 from tasks.checkpoint import checkpoint
 from tasks.data.tokens import TextCodec
-from tasks.engines.protocols import GenerateRequest
+from tasks.engines.step_inputs import correction_of
 from tasks.evaluate import evaluate
-from tasks.reward import reward
-from tasks.rollout import rollout, sampling_prompts
+from tasks.numerics.correction import product_warning
 from tasks.score import score
 from tasks.sync import sync
 from tasks.train import train
@@ -29,12 +29,16 @@ def high_precision_rollout(recipe: Recipe) -> Recipe:
 class Stepper:
     """Runs steps of an open session on a given model."""
 
-    def __init__(self, session: Session, codec: TextCodec, model_dir: str, expected_linears: tuple[str, ...]) -> None:
+    def __init__(
+        self, session: Session, codec: TextCodec, model_dir: str, expected_linears: tuple[str, ...], drawn: int
+    ) -> None:
         self._s = session
         self._codec = codec
         self._model_dir = model_dir
         self._expected_linears = expected_linears
         self._recipe = session.config.recipe
+        self._sampler = Sampler(session.engines, session.dataset, session.grader, codec, session.config, drawn)
+        self._warned = False
         # Once a run: a model folder can hold many gigabytes.
         self._inputs = input_digests(session.config)
 
@@ -42,23 +46,25 @@ class Stepper:
         """Step `step` (from 1), at weight version step - 1; returns its metrics by MLflow name."""
         s, config = self._s, self._s.config
         synced = self._sync()
-        drawn = (step - 1) * config.algorithm.prompts_per_step
-        examples = s.dataset.batch(config.seed, drawn, config.algorithm.prompts_per_step)
-        prompts = sampling_prompts(examples, self._codec, config.seed, step, config.algorithm.group_size)
-        request = GenerateRequest(
-            step - 1,
-            prompts,
-            config.rollout.max_new_tokens,
-            config.rollout.temperature,
-            self._codec.eos_token_ids,
-        )
-        sampled = rollout(s.engines, request)
-        rewarded = reward(sampled["batch"], examples, config.algorithm, self._codec, s.grader)
-        scored = score(s.engines, sampled["batch"])
-        trained = train(s.engines, sampled["batch"], scored["logprobs"], rewarded["advantages"])
-        calibrated = calibrate(s.engines, sampled["batch"], config.recipe.calibration)
-        parts = [synced, sampled["metrics"], rewarded["metrics"], scored["metrics"], trained, calibrated]
-        return _merge(parts, scored["tokens"])
+        sampled = self._sampler.sample(step)
+        scored = score(s.engines, sampled.batch, config.tracking.top_tokens)
+        s.top_tokens.add(step, scored["offenders"], self._codec)
+        trained = train(s.engines, sampled.batch, scored["logprobs"], sampled.advantages)
+        calibrated = calibrate(s.engines, sampled.batch, config.recipe.calibration)
+        metrics = _merge([synced, sampled.metrics, scored["metrics"], trained, calibrated], scored["tokens"])
+        self._warn(step, metrics)
+        return metrics
+
+    def _warn(self, step: int, metrics: dict[str, float]) -> None:
+        if metrics["optim/skipped_steps"] or metrics["optim/empty_updates"]:
+            self._s.console.say(
+                f"warning, step {step}: {metrics['optim/skipped_steps']:.0f} updates skipped for a gradient that is "
+                f"not finite, {metrics['optim/empty_updates']:.0f} for want of a token that was not rejected"
+            )
+        warning = product_warning(metrics, correction_of(self._s.config.correction))
+        if warning is not None and not self._warned:
+            self._warned = True
+            self._s.console.say(f"warning, step {step}: {warning}")
 
     def _sync(self) -> dict[str, float]:
         metrics = sync(self._s.engines, self._recipe, self._expected_linears)
@@ -82,7 +88,7 @@ class Stepper:
     def checkpoint(self, step: int) -> dict[str, float]:
         """Publish the state after `step` steps."""
         s = self._s
-        meta = checkpoint_meta(s.config, step, s.mlflow_run_id(), self._model_dir, self._inputs)
+        meta = checkpoint_meta(s.config, s.mlflow_run_id(), self._model_dir, self._inputs, self._sampler.drawn)
         journal = s.record.journal.path.read_bytes()
         keep = s.config.storage.keep_last
         return checkpoint(s.engines, s.storage_target, s.identity.name, step, journal, meta, keep)

@@ -75,8 +75,8 @@ def _prepare(session: Session) -> Stepper:
     build_engines(s.engines, config, model_dir)
     codec, linears = TextCodec(Path(model_dir)), rollout_linears(config, Path(model_dir))
     check_prompts(s.dataset, codec, config)
-    stepper = Stepper(s, codec, model_dir, linears)
     if s.identity.manifest is None:
+        stepper = Stepper(s, codec, model_dir, linears, drawn=0)
         values = bootstrap(s.engines, config, s.dataset, codec, linears)
         s.record.add("bootstrap", 0, values | {"time/warm_start_s": prepared["time/warm_start_s"]})
         _evaluate(s, stepper, 0)
@@ -84,6 +84,7 @@ def _prepare(session: Session) -> Stepper:
     else:
         restored = wait("restore", s.engines.trainer.restore.remote(s.storage_target, s.identity.name))
         s.start_step = restored["step"]
+        stepper = Stepper(s, codec, model_dir, linears, drawn=restored["meta"]["prompts_drawn"])
         if s.start_step != s.identity.start_step:
             s.console.say(
                 f"the checkpoint of step {s.identity.start_step} is damaged; the run goes on after step {s.start_step}"
@@ -123,12 +124,15 @@ def _report(session: Session) -> dict[str, float | None]:
     config, journal = session.config, session.record.journal
     facts = {
         "recipe": config.recipe.name,
+        "algorithm, correction": f"{config.algorithm.name}, {config.correction.name}",
         "model": config.model.name,
         "engines": f"rollout {config.rollout.engine}, trainer {config.trainer.engine}",
         "steps, seed": f"{config.steps}, {config.seed}",
         "samples a step": f"{config.algorithm.prompts_per_step} prompts x {config.algorithm.group_size}",
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
     }
-    for path in write_report(journal, session.folder, f"fp8-grpo run {session.identity.name}", facts):
-        session.record.writer.add_artifact(path)
+    written = write_report(journal, session.folder, f"fp8-grpo run {session.identity.name}", facts)
+    for path in (*written, session.top_tokens.path):
+        if path.exists():
+            session.record.writer.add_artifact(path)
     return summarize(journal)

@@ -27,6 +27,7 @@ from tasks.engines.protocols import (
 from tasks.engines.registry import build_rollout, build_trainer
 from tasks.engines.warm_start import WarmStartSpec, cached_warm_start
 from tasks.engines.wire import WirePayload, pack, unpack
+from tasks.numerics.mismatch_detail import TokenOffence, top_offenders
 
 Metrics = dict[str, float]
 log = logging.getLogger(__name__)
@@ -61,14 +62,13 @@ class RolloutActor:
     def generate(self, request: GenerateRequest) -> tuple[Metrics, RolloutBatch]:
         """Two results, so that the samples can pass to the trainer as a reference."""
         batch = self._engine.generate(request)
-        lengths = batch.response_lengths.double()
-        metrics = {
-            "rollout/mean_length": float(lengths.mean()),
-            "rollout/truncated_fraction": float(batch.truncated.double().mean()),
-            "tokens": float(lengths.sum()),
+        counts = {
+            "tokens": float(batch.response_lengths.sum()),
+            "samples": float(batch.response_lengths.numel()),
+            "truncated": float(batch.truncated.sum()),
             "memory/peak_gb": peak_memory_gb(),
         }
-        return metrics, batch
+        return counts, batch
 
 
 class TrainerActor:
@@ -108,10 +108,12 @@ class TrainerActor:
     def report(self) -> EngineReport:
         return self._engine.report()
 
-    def score(self, batch: RolloutBatch) -> tuple[Metrics, Tensor]:
+    def score(self, batch: RolloutBatch, offenders: int) -> tuple[Metrics, tuple[TokenOffence, ...], Tensor]:
+        """Three results: metrics, the `offenders` tokens on which the engines disagree most, and p itself."""
         scores: Scores = self._engine.score(batch)
+        found = top_offenders(scores.logprobs, batch.logprobs, batch.response_mask(), batch.tokens, offenders)
         tokens = float(batch.lengths.sum())
-        return scores.metrics | {"tokens": tokens, "memory/peak_gb": peak_memory_gb()}, scores.logprobs
+        return scores.metrics | {"tokens": tokens, "memory/peak_gb": peak_memory_gb()}, found, scores.logprobs
 
     def train(self, batch: RolloutBatch, logprobs: Tensor, advantages: Tensor) -> Metrics:
         return self._engine.train(batch, logprobs, advantages) | {"memory/peak_gb": peak_memory_gb()}

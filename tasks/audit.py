@@ -8,6 +8,7 @@ from typing import Any
 from conf.schema import Recipe
 from tasks.engines.precision_plan import block_spec
 from tasks.engines.protocols import EngineReport
+from tasks.numerics.kv_scales import named_scales
 
 _FORMAT_DTYPE = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 
@@ -26,16 +27,12 @@ def audit(report: EngineReport, sent: Mapping[str, Any], recipe: Recipe, expecte
         *report.problems,
         *_precision_problems(report, recipe, expected_linears),
         *_differences("weight version", {"": report.version}, {"": sent["version"]}),
-        *_differences("scale", _named(report.scales), _named(sent["scales"])),
+        *_differences("scale", named_scales(report.scales), named_scales(sent["scales"])),
         *_differences("fingerprint", report.fingerprints, sent["fingerprints"]),
     ]
     if problems:
         more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
         raise AuditError("the rollout engine is not what it should be:\n" + "\n".join(problems[:20] + more))
-
-
-def _named(scales: Mapping[tuple[int, str], float]) -> dict[str, float]:
-    return {f"layer {layer} {part}": scale for (layer, part), scale in scales.items()}
 
 
 def _precision_problems(report: EngineReport, recipe: Recipe, expected: tuple[str, ...]) -> Iterator[str]:
@@ -53,6 +50,10 @@ def _precision_problems(report: EngineReport, recipe: Recipe, expected: tuple[st
     real = {"KV cache": report.kv_dtype, "attention query": report.query_dtype}
     if expected:
         wanted["linear weights"], real["linear weights"] = recipe.rollout_linears.format, report.linear_dtype
+    by_head = recipe.calibration.granularity == "head"
+    if any(isinstance(scale, tuple) != by_head for scale in report.scales.values()):
+        form = {True: "one a KV head", False: "one a layer"}
+        yield f"Q/K/V scales: recipe {recipe.name} says {form[by_head]}, the engine holds {form[not by_head]}"
     for what, dtype in wanted.items():
         if real[what] != _FORMAT_DTYPE[dtype]:
             yield f"{what}: recipe {recipe.name} says {_FORMAT_DTYPE[dtype]}, the engine runs {real[what]}"

@@ -1,4 +1,4 @@
-"""Reward and advantage: grade every response with the data's own verifier, compare within groups."""
+"""Reward: grade every response with the data's own verifier, and shape what reaches the length limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from tasks.data.examples import Example
 from tasks.data.grading import Grader
 from tasks.data.tokens import TextCodec
 from tasks.engines.protocols import RolloutBatch
-from tasks.numerics.advantage import group_advantages, zero_variance
+from tasks.numerics.overlong import overlong_penalty
+
+_DEFAULT_BUFFER_SHARE = 5
+"""Part of the length limit that is the default buffer: DAPO's 4,096 of 20,480 tokens."""
+
+
+def overlong_buffer(algorithm: Algorithm, limit: int) -> int:
+    """Tokens below `limit` in which the overlong penalty rises."""
+    return algorithm.overlong.buffer or max(1, limit // _DEFAULT_BUFFER_SHARE)
 
 
 @task(name="reward", **TASK_OPTIONS)
@@ -22,22 +30,29 @@ def reward(
     batch_ref: ObjectRef,
     examples: tuple[Example, ...],
     algorithm: Algorithm,
+    length_limit: int,
     codec: TextCodec,
     grader: Grader,
 ) -> dict[str, Any]:
-    """Returns `metrics` and `advantages` fp64 `[samples]`."""
+    """Returns, all `[groups, group size]`: `rewards` (fp64, the verifier's), `shaped` (fp64, less the overlong
+    penalty) and `lengths` (response tokens); counts `timed_out` and `verifier_errors`; `seconds`.
+    """
     with stopwatch() as watch:
         batch: RolloutBatch = wait("reward", batch_ref)
         size = algorithm.group_size
         items = [(examples[i // size], codec.decode(batch.response(i))) for i in range(len(examples) * size)]
         grades = grader.grade(items)
         rewards = torch.tensor([g.score for g in grades], dtype=torch.float64).view(-1, size)
-        advantages = group_advantages(rewards, algorithm.advantage_eps).flatten()
-    metrics = {
-        "time/reward_s": watch.seconds,
-        "reward/mean": float(rewards.mean()),
-        "reward/zero_variance_fraction": float(zero_variance(rewards).double().mean()),
-        "reward/timed_out": float(sum(g.timed_out for g in grades)),
-        "reward/verifier_errors": float(sum(g.error is not None for g in grades)),
+        lengths = batch.response_lengths.view(-1, size)
+        shaped = rewards
+        if algorithm.overlong.penalty > 0:
+            buffer = overlong_buffer(algorithm, length_limit)
+            shaped = rewards + overlong_penalty(lengths, length_limit, buffer, algorithm.overlong.penalty)
+    return {
+        "rewards": rewards,
+        "shaped": shaped,
+        "lengths": lengths,
+        "timed_out": sum(g.timed_out for g in grades),
+        "verifier_errors": sum(g.error is not None for g in grades),
+        "seconds": watch.seconds,
     }
-    return {"metrics": metrics, "advantages": advantages}

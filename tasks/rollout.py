@@ -25,10 +25,22 @@ def sampling_prompts(
 
 @task(name="rollout", **TASK_OPTIONS)
 def rollout(engines: Engines, request: GenerateRequest) -> dict[str, Any]:
-    """Generate. Returns `metrics` and `batch`, a reference to the samples that stay in the object store."""
+    """Generate. Returns `counts`, `seconds` and `batch`, a reference to the samples that stay in the object store."""
     with stopwatch() as watch:
-        metrics_ref, batch_ref = engines.rollout.generate.options(num_returns=2).remote(request)
-        metrics = wait("rollout", metrics_ref)
-    tokens = metrics.pop("tokens")
-    metrics |= {"time/rollout_s": watch.seconds, "throughput/rollout_tokens_per_s": tokens / watch.seconds}
-    return {"metrics": metrics, "batch": batch_ref}
+        counts_ref, batch_ref = engines.rollout.generate.options(num_returns=2).remote(request)
+        counts = wait("rollout", counts_ref)
+    return {"counts": counts, "seconds": watch.seconds, "batch": batch_ref}
+
+
+def combined_metrics(rollouts: list[dict[str, Any]]) -> dict[str, float]:
+    """`rollout/*`, time and throughput over all generation batches of a step, as `rollout` returned them."""
+    counts = [r["counts"] for r in rollouts]
+    tokens, samples = sum(c["tokens"] for c in counts), sum(c["samples"] for c in counts)
+    seconds = sum(r["seconds"] for r in rollouts)
+    return {
+        "rollout/mean_length": tokens / samples,
+        "rollout/truncated_fraction": sum(c["truncated"] for c in counts) / samples,
+        "time/rollout_s": seconds,
+        "throughput/rollout_tokens_per_s": tokens / seconds,
+        "memory/peak_gb": max(c["memory/peak_gb"] for c in counts),
+    }

@@ -11,10 +11,18 @@ from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
 
 
 @task(name="score", **TASK_OPTIONS)
-def score(engines: Engines, batch_ref: ObjectRef) -> dict[str, Any]:
-    """Returns `metrics` (mismatch, importance, entropy), `tokens` scored and `logprobs`, a reference."""
+def score(engines: Engines, batch_ref: ObjectRef, offenders: int) -> dict[str, Any]:
+    """Returns `metrics` (mismatch, importance, entropy), `tokens` scored, `logprobs`, a reference, and `offenders`,
+    the tokens on which the engines disagree most (`TokenOffence`), at most as many as asked for.
+    """
     with stopwatch() as watch:
-        metrics_ref, logprobs_ref = engines.trainer.score.options(num_returns=2).remote(batch_ref)
+        refs = engines.trainer.score.options(num_returns=3).remote(batch_ref, offenders)
+        metrics_ref, offenders_ref, logprobs_ref = refs
         metrics = wait("score", metrics_ref)
     tokens = metrics.pop("tokens")
-    return {"metrics": metrics | {"time/score_s": watch.seconds}, "tokens": tokens, "logprobs": logprobs_ref}
+    return {
+        "metrics": metrics | {"time/score_s": watch.seconds},
+        "tokens": tokens,
+        "logprobs": logprobs_ref,
+        "offenders": wait("score", offenders_ref),
+    }

@@ -1,7 +1,8 @@
 """The configuration's types: strict, immutable, without unknown keys. Values live in the YAML groups."""
 
-from conf.schema.algorithm import Algorithm, Correction
+from conf.schema.algorithm import Algorithm, DynamicSampling, Overlong
 from conf.schema.base import Problem, Refusal, Section
+from conf.schema.correction import Correction, RejectionRule
 from conf.schema.data import Data, JsonlData, ReasoningGymData
 from conf.schema.engines import Optimizer, Rollout, Trainer
 from conf.schema.environment import Cluster, Storage, Tracking
@@ -15,15 +16,18 @@ __all__ = [
     "Cluster",
     "Correction",
     "Data",
+    "DynamicSampling",
     "JsonlData",
     "KvPrecision",
     "LinearPrecision",
     "Model",
     "Optimizer",
+    "Overlong",
     "Problem",
     "ReasoningGymData",
     "Recipe",
     "Refusal",
+    "RejectionRule",
     "Rollout",
     "RunConfig",
     "Section",

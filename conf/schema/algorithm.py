@@ -1,4 +1,4 @@
-"""The policy-gradient objective, and the correction between sampling policy and trained policy."""
+"""The policy-gradient objective: advantages, surrogate, regularisers, normalisation and what is sampled for it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,37 @@ from pydantic import Field, ValidationInfo, field_validator
 from conf.schema.base import Problem, Refusal, Section
 
 
-class Algorithm(Section):
-    """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300) with a token-mean loss."""
+class DynamicSampling(Section):
+    """Sample until every group of a step carries a gradient (DAPO, arXiv:2503.14476, section 3.2)."""
 
-    name: Literal["grpo"] = "grpo"
-    """The only algorithm so far."""
+    enabled: bool = False
+    """Whether groups whose unshaped rewards are all equal are replaced by groups of further prompts."""
+
+    max_generation_batches: int = Field(default=10, ge=1)
+    """Batches of prompts_per_step prompts that a step may sample, at most (batches, >= 1)."""
+
+    when_exhausted: Literal["fill", "fail"] = "fill"
+    """After the last batch: fill the step with groups of equal rewards, which carry no gradient, or fail the run."""
+
+
+class Overlong(Section):
+    """Responses that reach, or nearly reach, rollout.max_new_tokens (DAPO, arXiv:2503.14476, section 3.4)."""
+
+    filter: bool = False
+    """Whether truncated responses are left out of the loss; their rewards stay in the group's baseline."""
+
+    penalty: float = Field(default=0.0, ge=0.0)
+    """Taken from the reward at rollout.max_new_tokens, linearly over the buffer (reward units, >= 0; 0 is off)."""
+
+    buffer: int | None = Field(default=None, ge=1)
+    """Tokens below the limit in which the penalty rises (tokens, >= 1); null is a fifth of rollout.max_new_tokens."""
+
+
+class Algorithm(Section):
+    """One objective, put together from its parts; the options of the group are the published combinations."""
+
+    name: str = Field(default="grpo", min_length=1)
+    """Name of the combination, shown in tables; the other keys decide what is computed."""
 
     group_size: int = Field(default=8, ge=2)
     """Answers sampled per prompt (samples, >= 2: the advantage compares answers within a group)."""
@@ -24,21 +50,57 @@ class Algorithm(Section):
     updates_per_step: int = Field(default=1, ge=1)
     """Optimiser updates per step (>= 1); they share the step's samples evenly."""
 
-    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The policy ratio is clipped from below at 1 - clip_low (0 < x < 1)."""
+    advantage_baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
+    """What is taken from a reward: the mean of its group, or the mean of the group's other samples (RLOO)."""
+
+    advantage_scale: Literal["group_std", "leave_one_out_std", "batch_whitened", "none"] = "group_std"
+    """Divisor: group's std (n - 1), the others' std, mean and std over the batch's response tokens, or nothing."""
+
+    advantage_eps: float = Field(default=1e-6, gt=0.0)
+    """Added to a standard deviation before dividing by it (reward units, > 0)."""
+
+    ratio: Literal["token", "sequence"] = "token"
+    """Policy ratio of each token, or the length-normalised one of its sequence (GSPO)."""
+
+    surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
+    """clip: PPO's pessimistic minimum; cispo: clipped, detached ratio times log-probability; reinforce: no ratio."""
+
+    clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
+    """The policy ratio is clipped from below at 1 - clip_low (0 < x <= 1; 1 is no lower bound)."""
 
     clip_high: float = Field(default=0.2, gt=0.0)
     """The policy ratio is clipped from above at 1 + clip_high (> 0)."""
 
+    dual_clip: float | None = Field(default=None, gt=1.0)
+    """With surrogate clip, the loss of a negative advantage is at most dual_clip * |A| (> 1); null is off."""
+
+    normalization: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """Loss over an update: token mean, mean of sequence means, or sum / (sequences * normalization_length)."""
+
+    normalization_length: int | None = Field(default=None, ge=1)
+    """Constant length of fixed_length (tokens, >= 1); null is rollout.max_new_tokens."""
+
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL term against the starting policy in the loss (>= 0; 0 leaves it out)."""
 
-    advantage_eps: float = Field(default=1e-6, gt=0.0)
-    """Added to a group's standard deviation before dividing by it (reward units, > 0)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of KL(policy to reference) for each token: k1 = -x, k2 = x^2/2, k3 = e^x - 1 - x, x = ref - policy."""
+
+    kl_gradient: Literal["unbiased", "pathwise"] = "unbiased"
+    """unbiased: importance-weighted, with the score-function part; pathwise: the estimate differentiated as is."""
+
+    entropy_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the entropy bonus in the loss (>= 0; 0 leaves it out)."""
+
+    dynamic_sampling: DynamicSampling = DynamicSampling()
+    """Replacing groups that carry no gradient."""
+
+    overlong: Overlong = Overlong()
+    """Responses at the length limit."""
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that one step generates: prompts times group size."""
+        """Samples that one step trains on: prompts times group size."""
         return self.prompts_per_step * self.group_size
 
     @property
@@ -63,18 +125,30 @@ class Algorithm(Section):
             )
         )
 
+    @field_validator("advantage_scale")
+    @classmethod
+    def _others_have_a_spread(cls, value: str, info: ValidationInfo) -> str:
+        if value == "leave_one_out_std" and info.data.get("group_size") == 2:
+            wrong = "the standard deviation of the others needs two of them, and group_size is 2"
+            raise Refusal(Problem("advantage_scale", value, wrong, "another scale, or group_size >= 3"))
+        return value
 
-class Correction(Section):
-    """Importance weighting that corrects for sampling in another precision than training."""
+    @field_validator("surrogate")
+    @classmethod
+    def _sequence_ratio_is_clipped(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("ratio") == "sequence" and value != "clip":
+            raise Refusal(
+                Problem("surrogate", value, "is defined for a ratio of each token", "clip with ratio sequence")
+            )
+        return value
 
-    name: Literal["token_truncation", "none"] = "token_truncation"
-    """token_truncation weights each token with min(exp(d), cap), d = trainer - rollout log-probability."""
-
-    cap: float = Field(default=2.0, gt=1.0)
-    """Largest importance weight (factor, > 1)."""
-
-    allow_uncorrected: bool = False
-    """Whether an FP8 rollout may be trained on without a correction."""
+    @field_validator("normalization")
+    @classmethod
+    def _sequence_ratio_weighs_sequences(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("ratio") == "sequence" and value == "token_mean":
+            wrong = "lets long responses weigh more, and ratio sequence is one ratio a response"
+            raise Refusal(Problem("normalization", value, wrong, "sequence_mean or fixed_length with ratio sequence"))
+        return value
 
 
 def nearest_divisor(number: int, wanted: int) -> int:

@@ -53,7 +53,7 @@ class Rollout(Section):
 
 
 class Optimizer(Section):
-    """AdamW on fp32 master weights."""
+    """AdamW, and the precision of the weights it updates and of its moments. Gradients accumulate in fp32 always."""
 
     learning_rate: float = Field(default=2e-4, gt=0.0)
     """Learning rate after warm-up (> 0)."""
@@ -70,8 +70,20 @@ class Optimizer(Section):
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay (>= 0)."""
 
-    max_grad_norm: float = Field(default=1.0, gt=0.0)
-    """Global norm to which gradients are clipped (> 0)."""
+    weights: Literal["fp32_master", "bf16_kahan", "bf16"] = "fp32_master"
+    """What updates are added to: fp32 masters; the BF16 weights with Kahan compensation; or those alone."""
+
+    state: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """Storage of the two moments; bf16 and fp8 (E4M3, one scale for 256 elements) are rounded stochastically."""
+
+    max_grad_norm: float | None = Field(default=1.0, gt=0.0)
+    """Global norm to which gradients are clipped, after max_grad_value (> 0); null: not clipped."""
+
+    max_grad_value: float | None = Field(default=None, gt=0.0)
+    """Magnitude to which every element of the gradient is clipped (> 0); null: not clipped."""
+
+    max_weight: float | None = Field(default=None, gt=0.0)
+    """Magnitude to which every weight is clipped after an update (> 0); null: not clipped."""
 
     warmup_steps: int = Field(default=5, ge=0)
     """Updates over which the learning rate rises linearly (>= 0)."""

@@ -67,6 +67,9 @@ class Tracking(Section):
     outage_patience_s: float = Field(default=60.0, ge=0.0)
     """How long a run's end waits for an unreachable store; points left stay journalled (seconds, >= 0)."""
 
+    top_tokens: int = Field(default=10, ge=0)
+    """Tokens of each step with the largest mismatch that are kept with their text (tokens, >= 0; 0 keeps none)."""
+
     @field_validator("uri")
     @classmethod
     def _uri_is_storable(cls, value: str | None) -> str | None:

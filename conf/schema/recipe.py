@@ -18,14 +18,32 @@ class LinearPrecision(Section):
     format: Literal["bf16", "e4m3"] = "bf16"
     """Format of weights and activations in the matrix product: bf16, or e4m3 (FP8, largest value 448)."""
 
+    scaling: Literal["block", "tensor", "tensor_delayed", "channel", "mxfp8"] = "block"
+    """What shares one scale.
+
+    block: weight_block and activation_group. tensor: the whole tensor, by its own amax; a token's result then
+    depends on the batch it is computed in. tensor_delayed: the whole tensor, by the amax of earlier updates
+    (trainer only). channel: an output channel of a weight, a token of an activation. mxfp8: 32 elements along the
+    product's sum, E8M0 scales.
+    """
+
     weight_block: Annotated[tuple[Positive, Positive], ListAsTuple] = (128, 128)
-    """Rows and columns (elements, >= 1) of a weight block that shares one scale."""
+    """Rows and columns (elements, >= 1) of a weight block that shares one scale; used by scaling block."""
 
     activation_group: int = Field(default=128, ge=1)
-    """Neighbouring channels of one token (elements, >= 1) that share one scale."""
+    """Neighbouring channels of one token (elements, >= 1) that share one scale; used by scaling block."""
 
     scale: Literal["fp32", "power_of_two"] = "fp32"
-    """Kind of scale: any fp32 value, or rounded up to a power of two."""
+    """Kind of scale: any fp32 value, or rounded up to a power of two; scaling mxfp8 has its own kind."""
+
+    gradient_format: Literal["e4m3", "e5m2"] = "e4m3"
+    """Format of output gradients in the backward products: e4m3, or e5m2 (largest value 57344); trainer only."""
+
+    amax_history: int = Field(default=1024, ge=1)
+    """Updates whose amax scaling tensor_delayed remembers (updates, >= 1)."""
+
+    amax_compute: Literal["max", "most_recent"] = "max"
+    """The amax that scaling tensor_delayed takes from its history: the largest, or the newest."""
 
     keep_first_layers: int = Field(default=0, ge=0)
     """Decoder layers at the input side that stay BF16 (layers, >= 0)."""
@@ -83,8 +101,14 @@ class Calibration(Section):
     percentile: float = Field(default=100.0, gt=0.0, le=100.0)
     """Percentile of the absolute values taken as amax (percent, 0 < p <= 100; 100 is the maximum)."""
 
+    granularity: Literal["layer", "head"] = "layer"
+    """What shares a scale of q, k or v: a whole layer, or one KV head with its query heads."""
+
     max_sequences: int = Field(default=64, ge=1)
     """Sequences of a step that are measured, at most (sequences, >= 1)."""
+
+    max_tokens_per_sequence: int | None = Field(default=None, ge=1)
+    """Tokens of a sequence that are measured, at most, spread over its length (tokens, >= 1; null is all)."""
 
 
 class Recipe(Section):
@@ -104,6 +128,21 @@ class Recipe(Section):
 
     calibration: Calibration
     """How the Q, K and V scales are found."""
+
+    @field_validator("rollout_linears")
+    @classmethod
+    def _rollout_has_no_history(cls, value: LinearPrecision) -> LinearPrecision:
+        if value.scaling == "tensor_delayed":
+            raise Refusal(
+                Problem(
+                    "rollout_linears.scaling",
+                    value.scaling,
+                    "its scales come from a history of amax values, which only the trainer has",
+                    "block, tensor, channel or mxfp8",
+                    "tensor",
+                )
+            )
+        return value
 
     @field_validator("calibration")
     @classmethod

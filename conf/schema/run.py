@@ -6,8 +6,9 @@ from typing import Annotated, Final
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from conf.schema.algorithm import Algorithm, Correction, nearest_divisor
+from conf.schema.algorithm import Algorithm, nearest_divisor
 from conf.schema.base import Problem, Refusal, Section
+from conf.schema.correction import Correction
 from conf.schema.data import Data
 from conf.schema.engines import Rollout, Trainer
 from conf.schema.environment import Cluster, Storage, Tracking
@@ -85,7 +86,7 @@ class RunConfig(Section):
     @classmethod
     def _fp8_rollout_is_corrected(cls, value: Correction, info: ValidationInfo) -> Correction:
         recipe = info.data.get("recipe")
-        if not isinstance(recipe, Recipe) or value.name != "none" or value.allow_uncorrected:
+        if not isinstance(recipe, Recipe) or value.corrects or value.allow_uncorrected:
             return value
         fp8 = [
             f"{key} {kind}"
@@ -102,10 +103,10 @@ class RunConfig(Section):
         if fp8:
             raise Refusal(
                 Problem(
-                    "correction.name",
-                    value.name,
+                    "correction.weight",
+                    value.weight,
                     f"an FP8 rollout ({', '.join(fp8)}) samples from another policy than the one trained",
-                    "token_truncation, or none with correction.allow_uncorrected=true",
+                    "a weight or a rejection rule (correction=token_truncation), or correction.allow_uncorrected=true",
                 )
             )
         return value
@@ -123,7 +124,11 @@ class RunConfig(Section):
     @field_validator("rollout")
     @classmethod
     def _answer_fits_context(cls, value: Rollout, info: ValidationInfo) -> Rollout:
-        model = info.data.get("model")
+        algorithm, model = info.data.get("algorithm"), info.data.get("model")
+        if isinstance(algorithm, Algorithm) and (algorithm.overlong.buffer or 0) > value.max_new_tokens:
+            buffer, limit = algorithm.overlong.buffer, value.max_new_tokens
+            wrong, allowed = f"exceeds rollout.max_new_tokens {limit}", f"an integer from 1 to {limit}, or null"
+            raise Refusal(Problem("algorithm.overlong.buffer", buffer, wrong, allowed))
         if isinstance(model, Model) and model.architecture is not None:
             context = model.architecture.max_position_embeddings
             if value.max_new_tokens >= context:

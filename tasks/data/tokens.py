@@ -38,6 +38,11 @@ class TextCodec:
         """Token ids of a prompt, with the special tokens that the tokenizer itself adds at the front."""
         return tuple(self._tokenizer.encode(text))
 
+    def token_text(self, token_id: int) -> str:
+        """Text of one token, special tokens by their names."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conf.schema import LinearPrecision, RunConfig
+from tasks.engines.optimizer_memory import optimizer_bytes
 from tasks.engines.precision_plan import LinearPlan, block_spec, plan_linears
 from tasks.engines.protocols import EngineError
 from tasks.engines.tiny_model import tiny_config
@@ -26,7 +27,10 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """`kv_bytes_per_token`: cache of one token over all layers; `optimizer_bytes`: fp32 masters and two moments."""
+    """`kv_bytes_per_token`: cache of one token over all layers.
+
+    `optimizer_bytes`: fp32 masters (if any), moments and Kahan compensation; `gradient_bytes`: fp32 accumulators.
+    """
 
     parameters: int
     layers: int
@@ -34,6 +38,7 @@ class RunPlan:
     training: EnginePlan
     kv_bytes_per_token: int
     optimizer_bytes: int
+    gradient_bytes: int
     optimizer_updates: int
 
 
@@ -64,8 +69,7 @@ def _engine_plan(model: nn.Module, precision: LinearPrecision) -> EnginePlan:
     size = 0
     for name, p in model.named_parameters():
         if name in quantized:
-            rows, columns = p.shape
-            size += p.numel() + 4 * (-(-rows // spec.weight[0])) * (-(-columns // spec.weight[1]))
+            size += spec.weight_format.nbytes(tuple(p.shape))
         else:
             size += 2 * p.numel()
     return EnginePlan(linears, size)
@@ -100,6 +104,7 @@ def plan_run(config: RunConfig) -> RunPlan:
     recipe, shape = config.recipe, _attention_shape(model)
     parameters = sum(p.numel() for p in model.parameters())
     training = plan_linears(model, recipe.training_linears)
+    optimizer = optimizer_bytes([p.shape for p in model.parameters()], config.trainer.optimizer)
     return RunPlan(
         parameters=parameters,
         layers=shape.layers,
@@ -107,6 +112,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         # The trainer keeps a BF16 compute copy whatever its products run in.
         training=EnginePlan(training, 2 * parameters),
         kv_bytes_per_token=2 * shape.layers * shape.kv_heads * shape.head_dim * (1 if recipe.kv.quantized else 2),
-        optimizer_bytes=12 * parameters,
+        optimizer_bytes=optimizer.master + optimizer.state,
+        gradient_bytes=optimizer.gradients,
         optimizer_updates=config.steps * config.algorithm.updates_per_step,
     )

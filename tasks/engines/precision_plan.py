@@ -9,7 +9,8 @@ from torch import nn
 
 from conf.schema import LinearPrecision
 from tasks.engines.protocols import EngineError
-from tasks.numerics.fp8_linear import BlockSpec
+from tasks.numerics.delayed_scaling import HistorySettings
+from tasks.numerics.fp8_linear import BlockSpec, linear_spec
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _ALWAYS_HIGH = ("lm_head",)
@@ -25,9 +26,16 @@ class LinearPlan:
 
 
 def block_spec(precision: LinearPrecision) -> BlockSpec:
-    """The numerics' block shapes for a recipe's linear layers."""
+    """The numerics' formats for a recipe's linear layers; keys that its scaling does not use leave no trace."""
     rows, columns = precision.weight_block
-    return BlockSpec((rows, columns), precision.activation_group, precision.scale == "power_of_two")
+    return linear_spec(
+        precision.scaling,
+        precision.scale == "power_of_two",
+        precision.gradient_format,
+        (rows, columns),
+        precision.activation_group,
+        HistorySettings(precision.amax_history, precision.amax_compute),
+    )
 
 
 def layer_number(name: str) -> int | None:

@@ -102,8 +102,9 @@ class SyncPayload:
     """Weights of one version as the recipe's rollout side holds them.
 
     `tensors` by Hugging Face name: BF16, or for a quantised linear E4M3 codes under `*.weight` and fp32
-    block scales under `*.weight_scale_inv` (decode scales). `kv_scales` for every layer and q, k, v, empty
-    without FP8 KV. `fingerprints` of every tensor as sent.
+    block scales under `*.weight_scale_inv` (decode scales). `kv_scales` for every layer and q, k, v: a number,
+    or at head granularity a tuple with one for each KV head; empty without FP8 KV. `fingerprints` of every
+    tensor as sent.
     """
 
     version: int

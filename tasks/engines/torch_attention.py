@@ -7,6 +7,7 @@ owns the KV cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -15,9 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from conf.schema import Calibration
 from tasks.engines.protocols import EngineError
-from tasks.numerics.calibration import CalibrationObserver, Scales
+from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.fp8 import decode, quantize_static
+from tasks.numerics.kv_scales import PARTS, Scales, scale_values
+from tasks.numerics.token_sample import TokenSample
 
 ATTENTION_NAME = "fp8_grpo"
 
@@ -65,6 +69,14 @@ def install_hook(model: nn.Module, hook: AttentionHook) -> int:
     return len(layers)
 
 
+def scale_heads(model: nn.Module, policy: Calibration) -> int | None:
+    """Scales that each of q, k and v of a layer has: the model's KV heads, or None for one for the whole layer."""
+    if policy.granularity == "layer":
+        return None
+    config: Any = model.config
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Give every query head its key or value head: `[b, kv, t, d]` to `[b, heads, t, d]`."""
     if x.shape[1] == heads:
@@ -81,16 +93,46 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
 
 @dataclass
 class WholeSequenceAttention:
-    """The trainer's attention: causal, BF16, over right-padded sequences, with an optional observer."""
+    """The trainer's attention: causal, BF16, over right-padded sequences, with an optional observer.
+
+    The observer sees the tokens of `sample`, which must be set with it.
+    """
 
     observer: CalibrationObserver | None = None
-    real: Tensor | None = None
+    sample: TokenSample | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        if self.observer is not None and self.real is not None:
-            for part, x in (("q", q), ("k", k), ("v", v)):
-                self.observer.observe(layer, part, x, self.real)
+        if self.observer is not None:
+            assert self.sample is not None
+            for part, x in zip(PARTS, (q, k, v), strict=True):
+                self.observer.observe(layer, part, self.sample.of(x), self.sample.weights)
         return _causal(q, k, v, scaling)
+
+
+def _by_head(attention: Callable[..., Tensor], *heads: Tensor, scaling: tuple[float, ...]) -> Tensor:
+    """`attention(*tensors, scaling=s)` for each scale over its share of dimension 1, put together again.
+
+    The fused kernel takes one number for all heads; a head's scale inside its operands would round them once more.
+    """
+    if len(scaling) == 1:
+        return attention(*heads, scaling=scaling[0])
+    shares = zip(*(x.chunk(len(scaling), dim=1) for x in heads), strict=True)
+    return torch.cat([attention(*share, scaling=s) for share, s in zip(shares, scaling, strict=True)], dim=1)
+
+
+def _encode(x: Tensor, scales: tuple[float, ...]) -> Tensor:
+    """E4M3 codes of `[b, heads, t, d]`, each scale over its share of the heads."""
+    if len(scales) == 1:
+        return quantize_static(x, scales[0])
+    shares = zip(x.chunk(len(scales), dim=1), scales, strict=True)
+    return torch.cat([quantize_static(share, scale) for share, scale in shares], dim=1)
+
+
+def _times(x: Tensor, scales: tuple[float, ...]) -> Tensor:
+    """`[b, heads, t, d]`, each scale times its share of the heads."""
+    if len(scales) == 1:
+        return x * scales[0]
+    return torch.cat([share * s for share, s in zip(x.chunk(len(scales), dim=1), scales, strict=True)], dim=1)
 
 
 @dataclass
@@ -104,8 +146,9 @@ class CachedAttention:
     """The rollout's attention with its KV cache `[rows, kv heads, slots, dim]`; slot = position.
 
     Prompts are right-padded: a padded slot is overwritten before any query can see it. With FP8 the cache
-    holds E4M3 codes under static scales, attention reads them in prefill and decode alike, and the
-    scales are applied outside the products, where codes are exact in BF16.
+    holds E4M3 codes under static scales, one a layer or one a KV head (its query heads share the q scale);
+    attention reads them in prefill and decode alike, and the scales are applied outside the products, where
+    codes are exact in BF16.
     """
 
     fp8: bool
@@ -132,37 +175,43 @@ class CachedAttention:
             return cache.keys.dtype
         return torch.float8_e4m3fn if self.fp8 else torch.bfloat16
 
-    def _scale(self, layer: int, part: str) -> float:
+    def _scales(self, layer: int, part: str, kv_heads: int) -> tuple[float, ...]:
+        """One number for all heads, or one for each KV head."""
         if not self.fp8:
-            return 1.0
+            return (1.0,)
         try:
-            return self.scales[(layer, part)]
+            scale = self.scales[(layer, part)]
         except KeyError:
             raise EngineError(f"layer {layer}: no {part} scale; FP8 attention never runs on a default scale") from None
-
-    def _store(self, layer: int, x: Tensor, part: str) -> Tensor:
-        return quantize_static(x, self._scale(layer, part)) if self.fp8 else x
+        if isinstance(scale, tuple) and len(scale) != kv_heads:
+            raise EngineError(f"layer {layer}: {len(scale)} {part} scales for {kv_heads} KV heads")
+        return scale_values(scale)
 
     def _load(self, x: Tensor) -> Tensor:
         return decode(x, torch.bfloat16) if self.fp8 else x
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        k, v = self._store(layer, k, "k"), self._store(layer, v, "v")
-        if self.fp8 and self.quantize_query:
-            q = decode(quantize_static(q, self._scale(layer, "q")), torch.bfloat16)
-            scaling = scaling * self._scale(layer, "q")
-        scaling = scaling * self._scale(layer, "k")
-        out = self._prefill(layer, q, k, v, scaling) if self.lengths is None else self._decode(layer, q, k, v, scaling)
-        return out * self._scale(layer, "v") if self.fp8 else out
+        key, value = self._scales(layer, "k", k.shape[1]), self._scales(layer, "v", k.shape[1])
+        factors = tuple(scaling for _ in key)
+        if self.fp8:
+            if self.quantize_query:
+                query = self._scales(layer, "q", k.shape[1])
+                q = decode(_encode(q, query), torch.bfloat16)
+                factors = tuple(f * s for f, s in zip(factors, query, strict=True))
+            k, v = _encode(k, key), _encode(v, value)
+        factors = tuple(f * s for f, s in zip(factors, key, strict=True))
+        run = self._prefill if self.lengths is None else self._decode
+        out = run(layer, q, k, v, factors)
+        return _times(out, value) if self.fp8 else out
 
-    def _prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    def _prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: tuple[float, ...]) -> Tensor:
         shape = (k.shape[0], k.shape[1], self._slots, k.shape[3])
         cache = _LayerCache(k.new_zeros(shape), v.new_zeros(shape))
         cache.keys[:, :, : k.shape[2]], cache.values[:, :, : v.shape[2]] = k, v
         self._layers[layer] = cache
-        return _causal(q, self._load(k), self._load(v), scaling)
+        return _by_head(_causal, q, self._load(k), self._load(v), scaling=scaling)
 
-    def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: tuple[float, ...]) -> Tensor:
         cache, lengths = self._layers[layer], self.lengths
         assert lengths is not None
         rows = torch.arange(k.shape[0], device=k.device)
@@ -172,5 +221,9 @@ class CachedAttention:
         visible = torch.arange(filled, device=k.device) <= lengths.unsqueeze(1)
         # One query token a row: the query heads of a KV head take the place of the query positions.
         grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
-        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=visible[:, None, None, :], scale=scaling)
-        return out.reshape(q.shape)
+        mask = visible[:, None, None, :]
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+
+        return _by_head(attention, grouped, keys, values, scaling=scaling).reshape(q.shape)

@@ -1,8 +1,9 @@
-"""AdamW on fp32 master weights for a BF16 compute copy."""
+"""The trainer's optimiser: fp32 gradient accumulation, clipping, learning rate, and AdamW in the chosen precision."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,55 +11,93 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from conf.schema import Optimizer
+from tasks.engines.optimizer_memory import optimizer_bytes
+from tasks.engines.optimizer_rules import UpdateRule, new_rule, split_state
 from tasks.engines.protocols import EngineError
+
+_GB = 1e9
 
 
 @dataclass(frozen=True)
 class UpdateOutcome:
-    """`grad_norm` before clipping (global L2 norm); `skipped` True when it was not finite; `learning_rate` of it."""
+    """What one call of `step` did.
+
+    `grad_norm`: global L2 norm before any clipping; `skipped`: True when that was not finite and nothing changed;
+    `learning_rate` of the update; `clipped_weights`: how many weights `max_weight` held back.
+    """
 
     grad_norm: float
     skipped: bool
     learning_rate: float
+    clipped_weights: int = 0
 
 
-class MasterOptimizer:
-    """Keeps `master` fp32 weights by name, and accumulates fp32 gradients from the compute copy's backward passes.
+class GradientAccumulator:
+    """Sums the gradients of backward passes in fp32, by parameter name, and frees the parameters' own."""
 
-    The compute copy is `master` rounded to its own dtype after every update. `updates` counts the
-    optimiser updates that were applied.
-    """
+    def __init__(self, parameters: dict[str, Parameter]) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._names = tuple(parameters)
+        for name, parameter in parameters.items():
+            parameter.register_post_accumulate_grad_hook(self._accumulator(name))
 
-    def __init__(self, compute: dict[str, Parameter], master: dict[str, Tensor], settings: Optimizer) -> None:
-        self._compute = compute
-        self._settings = settings
-        self.master = {name: Parameter(master[name].to(torch.float32).clone()) for name in compute}
-        self._adam = torch.optim.AdamW(
-            self.master.values(),
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
-        self.updates = 0
-        for name, parameter in compute.items():
-            parameter.register_post_accumulate_grad_hook(self._accumulator(self.master[name]))
-        self._copy_to_compute()
-
-    @staticmethod
-    def _accumulator(master: Parameter):  # type: ignore[no-untyped-def]
+    def _accumulator(self, name: str) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
             assert parameter.grad is not None
             grad = parameter.grad.to(torch.float32)
-            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            total = self._sums.get(name)
+            self._sums[name] = grad if total is None else total.add_(grad)
             parameter.grad = None
 
         return accumulate
 
+    def take(self) -> dict[str, Tensor]:
+        """The sums so far, in the parameters' order, and start afresh; parameters without gradient are absent."""
+        sums, self._sums = self._sums, {}
+        return {name: sums[name] for name in self._names if name in sums}
+
+
+def clip_gradients_(gradients: list[Tensor], norm: float, max_value: float | None, max_norm: float | None) -> None:
+    """Clip fp32 gradients of global L2 norm `norm` in place: each element to +-max_value, then the norm to max_norm.
+
+    The norm is that of the elements already clipped. The factor is torch's: min(1, max_norm / (norm + 1e-6)).
+    """
+    if max_value is not None:
+        for gradient in gradients:
+            gradient.clamp_(-max_value, max_value)
+    if max_norm is not None:
+        total = torch.tensor(norm) if max_value is None else torch.nn.utils.get_total_norm(gradients)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
+
+
+class PolicyOptimizer:
+    """AdamW on the authoritative weights; see `build_optimizer`.
+
+    Backward passes through `compute` accumulate in fp32 until `step`. With fp32 masters the compute copy is the
+    masters rounded to its own dtype after every update; otherwise the compute parameters are the weights themselves.
+    `updates` counts the updates that were applied.
+    """
+
+    def __init__(self, compute: dict[str, Parameter], authoritative: dict[str, Parameter], settings: Optimizer) -> None:
+        self._compute = compute
+        self._weights = authoritative
+        self._settings = settings
+        self._rule: UpdateRule = new_rule(authoritative, settings)
+        self._gradients = GradientAccumulator(compute)
+        self.updates = 0
+        self._copy_to_compute()
+
     @torch.no_grad()
     def _copy_to_compute(self) -> None:
         for name, parameter in self._compute.items():
-            parameter.copy_(self.master[name])
+            if parameter is not self._weights[name]:
+                parameter.copy_(self._weights[name])
+
+    def weights(self) -> dict[str, Tensor]:
+        """The authoritative weights by name, live: fp32 masters, or the model's own BF16 parameters."""
+        return {name: weight.detach() for name, weight in self._weights.items()}
 
     @property
     def learning_rate(self) -> float:
@@ -68,47 +107,77 @@ class MasterOptimizer:
         return self._settings.learning_rate * factor
 
     def step(self) -> UpdateOutcome:
-        """Clip by global norm and update; a non-finite gradient is dropped and reported, weights stay."""
-        rate = self.learning_rate
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.master.values() if p.grad is not None]))
-        if math.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(self.master.values(), self._settings.max_grad_norm, torch.tensor(norm))
-            for group in self._adam.param_groups:
-                group["lr"] = rate
-            self._adam.step()
-            self.updates += 1
-            self._copy_to_compute()
-        self._adam.zero_grad(set_to_none=True)
-        return UpdateOutcome(norm, not math.isfinite(norm), rate)
+        """Clip and update with what accumulated; a non-finite gradient is dropped and reported, weights stay."""
+        settings, rate = self._settings, self.learning_rate
+        gradients = self._gradients.take()
+        norm = float(torch.nn.utils.get_total_norm(list(gradients.values())))
+        if not math.isfinite(norm):
+            return UpdateOutcome(norm, True, rate)
+        clip_gradients_(list(gradients.values()), norm, settings.max_grad_value, settings.max_grad_norm)
+        self._rule.update(gradients, rate, self.updates)
+        clipped = 0 if settings.max_weight is None else int(self._rule.clip(settings.max_weight))
+        self.updates += 1
+        self._copy_to_compute()
+        return UpdateOutcome(norm, False, rate, clipped)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """AdamW's moments by `<name>.<moment>`; empty before the first update."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.master.items():
-            for key, value in self._adam.state.get(parameter, {}).items():
-                found[f"{name}.{key}"] = value.detach().clone().contiguous()
-        return found
+        """Copies of moments, step counters and Kahan compensation by `<name>.<kind>`; empty before the first update."""
+        return {
+            f"{name}.{kind}": tensor.detach().clone().contiguous()
+            for name, tensors in self._rule.state().items()
+            for kind, tensor in tensors.items()
+        }
 
     @torch.no_grad()
-    def load(self, master: dict[str, Tensor], state: dict[str, Tensor], updates: int) -> None:
-        """Restore weights, moments and the count of updates; names and shapes must match exactly."""
-        if master.keys() != self.master.keys():
+    def load(self, weights: dict[str, Tensor], state: dict[str, Tensor], updates: int) -> None:
+        """Restore weights, `state_tensors` and the count of updates; accumulated gradients are dropped.
+
+        Raises `EngineError`, and changes nothing, unless names, shapes and types match exactly.
+        """
+        if weights.keys() != self._weights.keys():
             raise EngineError(
-                f"checkpoint and model differ in weights: {sorted(master.keys() ^ self.master.keys())[:3]}"
+                f"checkpoint and model differ in weights: {sorted(weights.keys() ^ self._weights.keys())[:3]}"
             )
-        for name, parameter in self.master.items():
-            if master[name].shape != parameter.shape:
-                raise EngineError(f"{name}: checkpoint {tuple(master[name].shape)}, model {tuple(parameter.shape)}")
-        self._adam.state.clear()
-        for name, parameter in self.master.items():
-            parameter.copy_(master[name])
-            prefix = f"{name}."
-            moments = {
-                key.removeprefix(prefix): value
-                for key, value in state.items()
-                if key.startswith(prefix) and key.count(".") == name.count(".") + 1
-            }
-            if moments:
-                self._adam.state[parameter] = moments
+        for name, parameter in self._weights.items():
+            found = weights[name]
+            if found.shape != parameter.shape:
+                raise EngineError(f"{name}: checkpoint {tuple(found.shape)}, model {tuple(parameter.shape)}")
+            if found.dtype != parameter.dtype:
+                raise EngineError(
+                    f"{name}: checkpoint {found.dtype}, optimiser {parameter.dtype}: trainer.optimizer.weights differs"
+                )
+        self._rule.load(split_state(self._rule, self._weights, state))
+        for name, parameter in self._weights.items():
+            parameter.copy_(weights[name])
         self.updates = updates
+        self._gradients.take()
         self._copy_to_compute()
+
+    def memory(self) -> dict[str, float]:
+        """Gigabytes (1e9 bytes) of masters, state and fp32 gradient accumulators, as all are in mid-run."""
+        held = optimizer_bytes([weight.shape for weight in self._weights.values()], self._settings)
+        return {
+            "memory/master_weights_gb": held.master / _GB,
+            "memory/optimizer_state_gb": held.state / _GB,
+            "memory/gradients_gb": held.gradients / _GB,
+        }
+
+
+def build_optimizer(
+    compute: dict[str, Parameter], load_master: Callable[[], dict[str, Tensor]], settings: Optimizer
+) -> PolicyOptimizer:
+    """The optimiser that `settings` name, for the model's parameters `compute`.
+
+    `load_master` gives the fp32 weights by name and is called for `weights: fp32_master` only. The other two update
+    BF16 parameters in place, and raise `EngineError` for parameters of another dtype.
+    """
+    if settings.weights == "fp32_master":
+        start = load_master()
+        masters = {name: Parameter(start[name].to(torch.float32).clone()) for name in compute}
+        return PolicyOptimizer(compute, masters, settings)
+    for name, parameter in compute.items():
+        if parameter.dtype is not torch.bfloat16:
+            raise EngineError(
+                f"trainer.optimizer.weights = {settings.weights} needs BF16 weights, {name} is {parameter.dtype}"
+            )
+    return PolicyOptimizer(compute, compute, settings)

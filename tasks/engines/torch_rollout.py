@@ -20,11 +20,11 @@ from tasks.engines.protocols import (
     SyncPayload,
     WeightVersionError,
 )
-from tasks.engines.torch_attention import CachedAttention, install_hook
+from tasks.engines.torch_attention import CachedAttention, install_hook, scale_heads
 from tasks.engines.torch_linears import Fp8InferenceLinear, use_fp8_inference
 from tasks.engines.torch_models import empty_model, forward_hidden, head_logits, weights
-from tasks.numerics.calibration import PARTS, Scales
 from tasks.numerics.fingerprint import fingerprint
+from tasks.numerics.kv_scales import Scales, scale_faults
 from tasks.numerics.logprobs import greedy_tokens, sample_tokens, uniforms
 
 
@@ -84,15 +84,10 @@ class TorchRolloutEngine:
             raise SyncError(f"a sync brings every tensor and no other: missing {missing[:3]}, extra {extra[:3]}")
 
     def _checked_scales(self, scales: Scales) -> Scales:
-        wanted = (
-            {(layer, part) for layer in range(self._layers) for part in PARTS} if self._recipe.kv.quantized else set()
-        )
-        if wanted != scales.keys():
-            missing, extra = sorted(wanted - scales.keys()), sorted(scales.keys() - wanted)
-            raise SyncError(f"Q/K/V scales do not fit the recipe: missing {missing[:3]}, extra {extra[:3]}")
-        for (layer, part), scale in scales.items():
-            if not (scale > 0 and scale < float("inf")):
-                raise SyncError(f"layer {layer} {part}: scale {scale} is not a positive finite number")
+        layers = self._layers if self._recipe.kv.quantized else 0
+        faults = scale_faults(scales, layers, scale_heads(self._model, self._recipe.calibration))
+        if faults:
+            raise SyncError(f"Q/K/V scales do not fit the recipe: {'; '.join(faults[:3])}")
         return dict(scales)
 
     def generate(self, request: GenerateRequest) -> RolloutBatch:

@@ -1,44 +1,51 @@
 """Static FP8 scales of Q, K and V from what the trainer's attention sees.
 
-One fp32 scale for each layer and each of q, k, v: s = margin * amax / 448, with amax the largest
-magnitude over real tokens (or a percentile over elements). Queries and keys are taken after their norm
-and rotary embedding, as they enter attention and the cache.
+One fp32 scale for each layer and each of q, k, v, or for each KV head of them: s = margin * amax / 448, with amax
+the largest magnitude over real tokens (or a percentile over elements). Queries and keys are taken after their norm
+and rotary embedding, as they enter attention and the cache. Statistics stay on the device of the values until
+`result` reads them once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tasks.numerics.fp8 import E4M3_MAX, quantize_static
-from tasks.numerics.mismatch import nearest_rank
+from tasks.numerics.kv_scales import (
+    PARTS,
+    CalibrationError,
+    Scale,
+    ScaleKey,
+    Scales,
+    grouped_scales,
+    scale_from_amax,
+    scale_keys,
+    scale_values,
+    slot_name,
+)
+from tasks.numerics.magnitudes import MAGNITUDE_BINS, histogram_percentile, magnitude_bins
+from tasks.numerics.token_sample import subsample_bound
 
-PARTS = ("q", "k", "v")
-ScaleKey = tuple[int, str]
-Scales = dict[ScaleKey, float]
-"""Scale of each (global layer number, "q" | "k" | "v")."""
+__all__ = [
+    "PARTS",
+    "CalibrationError",
+    "CalibrationObserver",
+    "CalibrationResult",
+    "Scale",
+    "ScaleKey",
+    "Scales",
+    "scale_from_amax",
+]
 
-
-class CalibrationError(ValueError):
-    """A layer without values, or with values that cannot give a scale."""
-
-
-def scale_from_amax(amax: float, margin: float) -> float:
-    """margin * amax / 448, rounded to fp32 once, so that every holder has the same bits."""
-    return float(np.float32(margin * amax / E4M3_MAX))
-
-
-@dataclass
-class _Statistics:
-    amax: float = 0.0
-    elements: int = 0
-    nonzero: int = 0
-    saturated: int = 0
-    underflowed: int = 0
-    magnitudes: list[Tensor] = field(default_factory=list)
+_TOKENS, _ELEMENTS, _NONZERO, _SATURATED, _UNDERFLOWED = range(5)
+_COUNTS = 5
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -50,75 +57,229 @@ class CalibrationResult:
 
 
 class CalibrationObserver:
-    """Collects statistics of q, k, v over any number of forward passes.
+    """Collects statistics of q, k, v over any number of forward passes and workers.
 
     Counts against `in_use` (empty at bootstrap, else one scale for each layer and part) are taken before
-    the new scales exist, on the same values. Not thread-safe; one observer serves one calibration.
+    the new scales exist, on the same values. `heads`: KV heads for a scale each, None for one a layer.
+    `subsampled`: report the bound of sub-sampling. `replicas`: of the workers that will be merged, how many see
+    the same tokens with other heads under one scale a layer (tensor parallel); for that bound alone.
+
+    The whole state is one flat fp64 tensor: `maxima` merge by maximum, `sums` by addition (counts are whole and
+    exact below 2^53), so workers merge with one reduction of each, or one gather of `state_dict()["state"]` and
+    `merge`. Every worker gives the global numbers of the layers and heads it sees; what others see stays 0.
+    Not thread-safe; one observer serves one calibration.
     """
 
-    def __init__(self, layers: int, margin: float, percentile: float, in_use: Scales | None = None) -> None:
+    def __init__(
+        self,
+        layers: int,
+        margin: float,
+        percentile: float,
+        in_use: Scales | None = None,
+        heads: int | None = None,
+        *,
+        subsampled: bool = False,
+        replicas: int = 1,
+    ) -> None:
         if not margin >= 1 or not 0 < percentile <= 100:
             raise ValueError(f"margin must be >= 1 and 0 < percentile <= 100, got {margin} and {percentile}")
-        self._margin = margin
-        self._percentile = percentile
+        self._layers, self._heads, self._groups = layers, heads, 1 if heads is None else heads
+        self._margin, self._percentile = margin, percentile
+        self._subsampled, self._replicas = subsampled, replicas
         self._in_use = dict(in_use or {})
-        self._stats = {(layer, part): _Statistics() for layer in range(layers) for part in PARTS}
-        for layer, part in sorted(self._stats.keys() ^ self._in_use.keys() if self._in_use else ()):
-            what = "has no scale in use" if (layer, part) in self._stats else f"is not one of the {layers} layers"
-            raise CalibrationError(f"layer {layer} {part}: {what}")
+        self._check_in_use()
+        self._slots = 3 * layers * self._groups
+        self._bins = MAGNITUDE_BINS if percentile < 100 else 0
+        self._state = torch.zeros(1 + self._slots * (1 + _COUNTS + self._bins), dtype=torch.float64)
+        self._bound = False
 
-    def observe(self, layer: int, part: str, x: Tensor, real: Tensor) -> None:
-        """Add values of one layer: `x` `[batch, heads, tokens, head_dim]`, `real` bool `[batch, tokens]`."""
-        stats = self._stats[(layer, part)]
-        values = x.detach().transpose(1, 2)[real].to(torch.float32)
-        if not values.numel():
+    def _check_in_use(self) -> None:
+        wanted = set(scale_keys(self._layers))
+        for key in sorted(wanted ^ self._in_use.keys() if self._in_use else ()):
+            what = "has no scale in use" if key in wanted else f"is not one of the {self._layers} layers"
+            raise CalibrationError(f"{slot_name(key)}: {what}")
+        for key, scale in self._in_use.items():
+            held = len(scale) if isinstance(scale, tuple) else None
+            if held != self._heads:
+                raise CalibrationError(
+                    f"{slot_name(key)}: the scale in use is {scale}, which does not fit heads {self._heads}"
+                )
+
+    @property
+    def maxima(self) -> Tensor:
+        """Live view: largest token weight, then amax of each slot (inf once a value was not finite)."""
+        return self._state[: 1 + self._slots]
+
+    @property
+    def sums(self) -> Tensor:
+        """Live view: counts of each slot, then their histograms (percentiles only)."""
+        return self._state[1 + self._slots :]
+
+    def _counts(self) -> Tensor:
+        return self.sums[: self._slots * _COUNTS].view(self._slots, _COUNTS)
+
+    def _histograms(self) -> Tensor:
+        return self.sums[self._slots * _COUNTS :].view(self._slots, self._bins)
+
+    def observe(self, layer: int, part: str, x: Tensor, real: Tensor, heads: range | None = None) -> None:
+        """Add values of one layer, without waiting for the device.
+
+        `x` `[batch, heads, tokens, head_dim]`; `real` `[batch, tokens]`: bool, or int64 with the number of tokens
+        that each stands for (`TokenSample.weights`). `heads`: the KV heads that `x` belongs to at head granularity,
+        None for all.
+        """
+        first, count = self._first_slot(layer, part, x.shape[1], heads)
+        if not x.numel():
             return
+        self._bind(x.device)
+        weights = real.to(torch.int64)
+        grouped = x.detach().unflatten(1, (count, x.shape[1] // count))
+        values = torch.where((weights > 0)[:, None, None, :, None], grouped, 0).to(torch.float32)
         magnitude = values.abs()
-        # NaN must not lose a comparison: a plain max() keeps the old amax when the new one is NaN.
-        stats.amax = float(torch.maximum(magnitude.amax(), torch.tensor(stats.amax, device=x.device)))
-        stats.elements += values.numel()
-        if self._percentile < 100:
-            stats.magnitudes.append(magnitude.reshape(-1))
-        scale = self._in_use.get((layer, part))
-        if scale is not None:
-            codes = quantize_static(values, scale).view(torch.uint8)
-            nonzero = values != 0
-            stats.nonzero += int(nonzero.sum())
-            stats.saturated += int((magnitude > E4M3_MAX * np.float32(scale)).sum())
-            stats.underflowed += int((nonzero & ((codes & 0x7F) == 0)).sum())
+        # A maximum over workers may drop NaN, and must not drop inf.
+        peak = torch.nan_to_num(magnitude.amax((0, 2, 3, 4)), nan=torch.inf, posinf=torch.inf)
+        self._raise_to(self.maxima[:1], weights.amax().reshape(1))
+        self._raise_to(self.maxima[1 + first : 1 + first + count], peak)
+        tokens = weights.sum()
+        held = self._counts()[first : first + count]
+        held[:, _TOKENS] += tokens.to(held.device)
+        held[:, _ELEMENTS] += (tokens * values.shape[2] * values.shape[4]).to(held.device)
+        if self._in_use:
+            scales = scale_values(self._in_use[(layer, part)])
+            start = first % self._groups
+            held[:, _NONZERO:] += _fit(values, magnitude, scales[start : start + count], weights).to(held.device)
+        if self._bins:
+            self._count_magnitudes(first, magnitude, weights)
+
+    def _first_slot(self, layer: int, part: str, rows: int, heads: range | None) -> tuple[int, int]:
+        if part not in PARTS or not 0 <= layer < self._layers:
+            raise CalibrationError(f"{slot_name((layer, part))}: is not one of the {self._layers} layers")
+        covered = range(self._groups) if heads is None or self._heads is None else heads
+        if not covered or covered.step != 1 or covered.start < 0 or covered.stop > self._groups:
+            raise CalibrationError(f"{slot_name((layer, part))}: {heads} are not some of {self._groups} heads")
+        if rows % len(covered):
+            raise CalibrationError(f"{slot_name((layer, part))}: {rows} heads do not share {len(covered)} scales")
+        return (layer * len(PARTS) + PARTS.index(part)) * self._groups + covered.start, len(covered)
+
+    def _bind(self, device: torch.device) -> None:
+        """The first values decide where the state lives."""
+        if not self._bound:
+            self._state, self._bound = self._state.to(device), True
+
+    @staticmethod
+    def _raise_to(held: Tensor, seen: Tensor) -> None:
+        torch.maximum(held, seen.to(held.device, held.dtype), out=held)
+
+    def _count_magnitudes(self, first: int, magnitude: Tensor, weights: Tensor) -> None:
+        """`magnitude` `[batch, groups, heads, tokens, dim]`."""
+        count = magnitude.shape[1]
+        offset = torch.arange(count, device=magnitude.device) * self._bins
+        index = (magnitude_bins(magnitude) + offset[None, :, None, None, None]).reshape(-1)
+        spread = weights.to(torch.float64)[:, None, None, :, None].expand_as(magnitude).reshape(-1)
+        held = self._histograms()[first : first + count].view(-1)
+        held.scatter_add_(0, index.to(held.device), spread.to(held.device))
+
+    def _identity(self) -> dict[str, Tensor]:
+        in_use = [v for key in scale_keys(self._layers) if self._in_use for v in scale_values(self._in_use[key])]
+        layout = torch.tensor([self._layers, self._heads or 0, self._bins])
+        return {"layout": layout, "in_use": torch.tensor(in_use, dtype=torch.float64)}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A copy of everything collected, for a file or for another worker's `merge`.
+
+        `state` fp64, flat; `layout` int64 (layers, heads or 0, bins) and `in_use` fp64 (the scales counted
+        against, flat) say what it belongs to.
+        """
+        return {"state": self._state.clone(), **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace what was collected; raises `CalibrationError` for the state of another kind of observer."""
+        self._check_state(state)
+        self._state, self._bound = state["state"].clone(), True
+
+    def merge(self, state: Mapping[str, Tensor]) -> None:
+        """Add what another worker collected (its `state_dict()`); order and grouping do not matter."""
+        self._check_state(state)
+        other = state["state"].to(self._state.device)
+        self._raise_to(self.maxima, other[: 1 + self._slots])
+        self.sums.add_(other[1 + self._slots :])
+
+    def _check_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, own in self._identity().items():
+            other = state[name].cpu()
+            if not torch.equal(own, other):
+                raise CalibrationError(
+                    f"the other calibration has {name} {other.tolist()[:8]}, this one {own.tolist()[:8]}"
+                )
 
     def result(self) -> CalibrationResult:
-        """Scales and `calibration/*` metrics; raises `CalibrationError` naming layer and tensor.
+        """Scales and `calibration/*` metrics; raises `CalibrationError` naming layer, tensor and head.
 
         `saturated_fraction`, `underflow_fraction` and `max_rel_change` describe the scales in use and are
-        absent when there were none.
+        absent when there were none; `subsample_bound` (see `token_sample.subsample_bound`) is present when
+        sub-sampling is on.
         """
-        scales = {key: scale_from_amax(self._amplitude(key), self._margin) for key in self._stats}
-        for (layer, part), scale in scales.items():
-            if not scale > 0 or not np.isfinite(scale):
-                raise CalibrationError(f"layer {layer} {part}: amax gives the scale {scale}, which is not usable")
-        return CalibrationResult(scales, self._metrics(scales) if self._in_use else {})
+        largest, amax, amplitudes, counts = self._read()
+        values = [self._scale(i, *slot) for i, slot in enumerate(zip(amax, amplitudes, counts, strict=True))]
+        scales = grouped_scales(values, self._layers, self._heads)
+        metrics = self._fit_metrics(scales, counts.sum(0).tolist()) if self._in_use else {}
+        if self._subsampled:
+            tokens = float(counts[:, _TOKENS].min()) / self._replicas
+            bound = subsample_bound(tokens, largest, self._slots, self._percentile)
+            metrics["calibration/subsample_bound"] = bound
+        return CalibrationResult(scales, metrics)
 
-    def _amplitude(self, key: ScaleKey) -> float:
-        stats = self._stats[key]
-        if not stats.elements:
-            raise CalibrationError(f"layer {key[0]} {key[1]}: no real token was seen")
-        if not np.isfinite(stats.amax):
-            raise CalibrationError(f"layer {key[0]} {key[1]}: values are not finite (amax {stats.amax})")
-        if self._percentile == 100 or stats.amax == 0:
-            amax = stats.amax
-        else:
-            amax = nearest_rank(torch.cat(stats.magnitudes), self._percentile / 100)
-        if amax == 0:
-            raise CalibrationError(f"layer {key[0]} {key[1]}: amax is 0, no scale can be formed")
-        return amax
+    def _read(self) -> tuple[float, Array, Array, Array]:
+        """Largest token weight; of each slot its amax, the amplitude that the scale is made of, and its counts."""
+        sizes = (1, self._slots, self._slots, self._slots * _COUNTS)
+        summary = torch.cat([self.maxima, self._amplitudes(), self._counts().reshape(-1)])
+        # The one wait for the device.
+        largest, amax, amplitudes, counts = (part.numpy() for part in summary.cpu().split(sizes))
+        return float(largest[0]), amax, amplitudes, counts.reshape(self._slots, _COUNTS)
 
-    def _metrics(self, new: Scales) -> dict[str, float]:
-        stats = self._stats.values()
-        elements, nonzero = sum(s.elements for s in stats), sum(s.nonzero for s in stats)
-        changes = [abs(new[key] / old - 1) for key, old in self._in_use.items()]
+    def _scale(self, slot: int, amax: float, amplitude: float, counts: Array) -> float:
+        key = scale_keys(self._layers)[slot // self._groups]
+        name = slot_name(key, None if self._heads is None else slot % self._groups)
+        if not counts[_ELEMENTS]:
+            raise CalibrationError(f"{name}: no real token was seen")
+        if not np.isfinite(amax):
+            raise CalibrationError(f"{name}: values are not finite (amax {amax})")
+        if amplitude == 0:
+            raise CalibrationError(f"{name}: amax is 0, no scale can be formed")
+        scale = scale_from_amax(float(amplitude), self._margin)
+        if not scale > 0 or not np.isfinite(scale):
+            raise CalibrationError(f"{name}: amax gives the scale {scale}, which is not usable")
+        return scale
+
+    def _amplitudes(self) -> Tensor:
+        amax = self.maxima[1:]
+        if not self._bins:
+            return amax
+        found = [histogram_percentile(histogram, self._percentile / 100) for histogram in self._histograms()]
+        # Bins round up; no percentile is above the maximum.
+        return torch.minimum(torch.stack(found), amax)
+
+    def _fit_metrics(self, new: Scales, totals: list[float]) -> dict[str, float]:
+        changes = [
+            abs(now / old - 1)
+            for key, scale in self._in_use.items()
+            for now, old in zip(scale_values(new[key]), scale_values(scale), strict=True)
+        ]
         return {
             "calibration/max_rel_change": max(changes),
-            "calibration/saturated_fraction": sum(s.saturated for s in stats) / elements,
-            "calibration/underflow_fraction": sum(s.underflowed for s in stats) / nonzero if nonzero else 0.0,
+            "calibration/saturated_fraction": totals[_SATURATED] / totals[_ELEMENTS],
+            "calibration/underflow_fraction": totals[_UNDERFLOWED] / totals[_NONZERO] if totals[_NONZERO] else 0.0,
         }
+
+
+def _fit(values: Tensor, magnitude: Tensor, scales: tuple[float, ...], weights: Tensor) -> Tensor:
+    """Non-zero, saturated and underflowed elements under `scales`, weighted, fp64 `[groups, 3]`.
+
+    `values` and their `magnitude` fp32 `[batch, groups, heads, tokens, dim]`, `weights` int64 `[batch, tokens]`.
+    """
+    codes = [quantize_static(group, s).view(torch.uint8) for group, s in zip(values.unbind(1), scales, strict=True)]
+    limits = [float(np.float32(E4M3_MAX) * np.float32(s)) for s in scales]
+    over = [group > limit for group, limit in zip(magnitude.unbind(1), limits, strict=True)]
+    nonzero = values != 0
+    flags = (nonzero, torch.stack(over, 1), nonzero & ((torch.stack(codes, 1) & 0x7F) == 0))
+    return torch.stack([(flag.sum((2, 4)) * weights[:, None]).sum((0, 2)) for flag in flags], 1).to(torch.float64)

@@ -156,8 +156,10 @@ def test_kl_is_that_of_scores_before_and_after(trainers: Workbench) -> None:
     mask = batch.response_mask()
     start = trainer.score(batch).logprobs[mask].double()
     _step(trainer, trainers, "bf16")
-    x = start - trainer.score(batch).logprobs[mask].double()
-    expected = float((x.exp() - 1 - x).mean())
+    current = trainer.score(batch).logprobs[mask].double()
+    x, d = start - current, current - batch.logprobs[mask].double()
+    # Weighted as the surrogate is: the samples came from the rollout's policy.
+    expected = float((d.exp().clamp(max=2.0) * (x.exp() - 1 - x)).mean())
     assert _step(trainer, trainers, "bf16")["loss/kl"] == pytest.approx(expected, rel=1e-4)
 
 

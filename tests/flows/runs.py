@@ -146,8 +146,8 @@ def points(runs_dir: Path, run: str) -> dict[tuple[str, int], list[float]]:
     return collected
 
 
-def final_weights(url: str, run: str, options: Mapping[str, object] | None = None) -> dict[str, str]:
+def final_weights(url: str, run: str, options: Mapping[str, object] | None = None, step: int = 6) -> dict[str, str]:
     """SHA-256 of weights, optimiser and state in the newest checkpoint."""
     manifest = CheckpointStore(url, options).latest(run)
-    assert manifest is not None and manifest.step == 6
+    assert manifest is not None and manifest.step == step
     return {f.path: f.sha256 for f in manifest.files if f.path != "journal.jsonl"}

@@ -151,6 +151,38 @@ def test_a_difference_is_named_with_its_values(
     assert _problems(replace(report, **change), sent, recipe, LINEARS) == [line]
 
 
+HEAD_SCALES = {key: (scale, scale / 2) for key, scale in SCALES.items()}
+
+
+def test_scales_of_heads_are_compared_one_by_one(report: EngineReport, sent: dict[str, Any]) -> None:
+    recipe = compose(["recipe=fp8_e2e_kv", "recipe.calibration.granularity=head"]).recipe
+    held = replace(report, scales=dict(HEAD_SCALES))
+    audit(held, sent | {"scales": dict(HEAD_SCALES)}, recipe, LINEARS)
+    other = HEAD_SCALES | {(1, "k"): (0.02, 0.03)}
+    assert _problems(held, sent | {"scales": other}, recipe, LINEARS) == [
+        "layer 1 k head 1: scale in the engine 0.01, sent 0.03"
+    ]
+    fewer = HEAD_SCALES | {(0, "v"): (0.01,)}
+    assert _problems(held, sent | {"scales": fewer}, recipe, LINEARS) == [
+        "layer 0 v head 1: scale in the engine 0.005, sent nothing"
+    ]
+
+
+@pytest.mark.parametrize(
+    "granularity, scales, line",
+    [
+        ("layer", HEAD_SCALES, "recipe fp8_e2e_kv says one a layer, the engine holds one a KV head"),
+        ("head", SCALES, "recipe fp8_e2e_kv says one a KV head, the engine holds one a layer"),
+    ],
+)
+def test_scales_of_another_granularity_are_named_even_if_sent_so(
+    report: EngineReport, sent: dict[str, Any], granularity: str, scales: dict[tuple[int, str], Any], line: str
+) -> None:
+    recipe = compose(["recipe=fp8_e2e_kv", f"recipe.calibration.granularity={granularity}"]).recipe
+    problems = _problems(replace(report, scales=dict(scales)), sent | {"scales": dict(scales)}, recipe, LINEARS)
+    assert problems == [f"Q/K/V scales: {line}"]
+
+
 def test_an_fp8_engine_under_the_bf16_recipe_is_found(report: EngineReport, sent: dict[str, Any]) -> None:
     assert _problems(report, sent, _recipe("bf16"), ()) == [
         f"{DOWN}: quantised in the engine, but not by recipe bf16",

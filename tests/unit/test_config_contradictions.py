@@ -38,16 +38,69 @@ def problems(overrides: list[str]) -> list[str]:
         ),
         (
             ["recipe=fp8_rollout", "correction=none"],
-            "correction.name = none: an FP8 rollout (recipe.rollout_linears.format e4m3) samples "
-            "from another "
-            "policy than the one trained; allowed: token_truncation, or none with "
+            "correction.weight = none: an FP8 rollout (recipe.rollout_linears.format e4m3) samples "
+            "from another policy than the one trained; allowed: a weight or a rejection rule "
+            "(correction=token_truncation), or correction.allow_uncorrected=true",
+        ),
+        (
+            ["recipe=fp8_rollout_kv", "recipe.rollout_linears.format=bf16", "correction.weight=none"],
+            "correction.weight = none: an FP8 rollout (recipe.kv.dtype e4m3) samples from another policy than the one "
+            "trained; allowed: a weight or a rejection rule (correction=token_truncation), or "
             "correction.allow_uncorrected=true",
         ),
         (
-            ["recipe=fp8_rollout_kv", "recipe.rollout_linears.format=bf16", "correction.name=none"],
-            "correction.name = none: an FP8 rollout (recipe.kv.dtype e4m3) samples from another "
-            "policy than the one trained; allowed: token_truncation, or none with "
-            "correction.allow_uncorrected=true",
+            ["correction.name=none"],
+            "correction.name = none: a label, which selects nothing; allowed: correction=none, or another name",
+        ),
+        (
+            ["algorithm=grpo", "algorithm.name=dapo"],
+            "algorithm.name = dapo: a label, which selects nothing; allowed: algorithm=dapo, or another name",
+        ),
+        (
+            ["algorithm=gspo", "algorithm.normalization=token_mean"],
+            "algorithm.normalization = token_mean: lets long responses weigh more, and ratio sequence is one ratio a "
+            "response; allowed: sequence_mean or fixed_length with ratio sequence",
+        ),
+        (
+            ["algorithm=gspo", "algorithm.surrogate=cispo"],
+            "algorithm.surrogate = cispo: is defined for a ratio of each token; allowed: clip with ratio sequence",
+        ),
+        (
+            ["algorithm.group_size=2", "algorithm.advantage_scale=leave_one_out_std"],
+            "algorithm.advantage_scale = leave_one_out_std: the standard deviation of the others needs "
+            "two of them, and "
+            "group_size is 2; allowed: another scale, or group_size >= 3",
+        ),
+        (
+            ["algorithm.overlong.buffer=9"],
+            "algorithm.overlong.buffer = 9: exceeds rollout.max_new_tokens 8; allowed: an integer from 1 to 8, or null",
+        ),
+        (
+            ["correction.outside=mask", "correction.cap=null"],
+            "correction.outside = mask: there is no bound to be beyond; allowed: truncate, or mask with cap or lower",
+        ),
+        (
+            ["correction.rejection=[{statistic:k3,level:token,lower:0.1,upper:0.2}]"],
+            "correction.rejection[0].lower = 0.1: k3 is 0 at agreement and has no lower bound; allowed: null",
+        ),
+        (
+            ["correction.rejection=[{statistic:k1,level:token,lower:1.5}]"],
+            "correction.rejection[0].lower = 1.5: outside of what k1 can be bounded by; allowed: a "
+            "number in (0, 1), or null",
+        ),
+        (
+            ["correction.rejection=[{statistic:k1,level:token,upper:0.5}]"],
+            "correction.rejection[0].upper = 0.5: outside of what k1 can be bounded by; allowed: a number > 1, or null",
+        ),
+        (
+            ["correction.rejection=[{statistic:probability,level:token,upper:1.5}]"],
+            "correction.rejection[0].upper = 1.5: outside of what probability can be bounded by; allowed: a number in "
+            "(0, 1], or null",
+        ),
+        (
+            ["correction.rejection=[{statistic:k2,level:sequence_max}]"],
+            "correction.rejection[0].upper = null: a rule without bounds rejects nothing; allowed: "
+            "lower, upper or both",
         ),
         (["rollout.top_p=0.95"], f"rollout.top_p = 0.95: {DISTRIBUTION}; allowed: 1.0"),
         (["rollout.top_k=50"], f"rollout.top_k = 50: {DISTRIBUTION}; allowed: null"),

@@ -13,7 +13,11 @@ TOP = (
     "recipe, algorithm, correction, model, data, rollout, trainer, cluster, tracking, storage, steps, seed, "
     "eval_every, checkpoint_every, runs_dir, run_name, resume"
 )
-ALGORITHM = "name, group_size, prompts_per_step, updates_per_step, clip_low, clip_high, kl_coef, advantage_eps"
+ALGORITHM = (
+    "name, group_size, prompts_per_step, updates_per_step, advantage_baseline, advantage_scale, advantage_eps, ratio, "
+    "surrogate, clip_low, clip_high, dual_clip, normalization, normalization_length, kl_coef, kl_estimator, "
+    "kl_gradient, entropy_coef, dynamic_sampling, overlong"
+)
 RECIPES = "one of bf16, fp8_e2e, fp8_e2e_kv, fp8_rollout, fp8_rollout_kv"
 NAME = "letters, digits, `.`, `_`, `-`, no leading dot"
 QUOTING = "a value with spaces or signs is quoted within the override: 'key=\"a value\"'"
@@ -121,7 +125,7 @@ def test_options_and_forms(override: str, line: str) -> None:
             "algorithm.group_size = true: not an integer; allowed: an integer >= 2",
         ),
         ("algorithm.group_size=1", "algorithm.group_size = 1: too small; allowed: an integer >= 2"),
-        ("algorithm.clip_low=1", "algorithm.clip_low = 1: too large; allowed: a number > 0 and < 1"),
+        ("algorithm.clip_low=1.1", "algorithm.clip_low = 1.1: too large; allowed: a number > 0 and <= 1"),
         ("rollout.temperature=true", "rollout.temperature = true: not a number; allowed: a number > 0"),
         ("rollout.temperature=nan", "rollout.temperature = NaN: not a finite number; allowed: a number > 0"),
         (
@@ -132,7 +136,7 @@ def test_options_and_forms(override: str, line: str) -> None:
             "recipe.calibration.margin=0.99",
             "recipe.calibration.margin = 0.99: too small; allowed: a number >= 1",
         ),
-        ("correction.cap=1.0", "correction.cap = 1.0: too small; allowed: a number > 1"),
+        ("correction.cap=1.0", "correction.cap = 1.0: too small; allowed: a number > 1 or null"),
         (
             "correction.allow_uncorrected=1",
             "correction.allow_uncorrected = 1: neither true nor false; allowed: true or false",
@@ -225,7 +229,7 @@ def test_all_problems_are_told_at_once() -> None:
 def test_rules_between_sections_hold_while_other_sections_are_wrong() -> None:
     found = problems(["correction=none", "steps=abc", "trainer.micro_batch_size=7"])
     assert [line.partition(":")[0] for line in found] == [
-        "correction.name = none",
+        "correction.weight = none",
         "trainer.micro_batch_size = 7",
         "steps = abc",
     ]

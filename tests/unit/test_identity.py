@@ -35,7 +35,7 @@ def _publish(store: CheckpointStore, config: RunConfig, run: str, step: int) -> 
         for done in range(1, step + 1):
             journal.append("step", done, {"reward/mean": done / 10}, time_ms=done)
     store.publish(
-        run, step, {"journal.jsonl": path}, checkpoint_meta(config, step, None, "model", input_digests(config))
+        run, step, {"journal.jsonl": path}, checkpoint_meta(config, None, "model", input_digests(config), step * 4)
     )
 
 

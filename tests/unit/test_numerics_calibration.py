@@ -161,7 +161,7 @@ def test_non_finite_values_are_an_error(bad: float, percentile: float) -> None:
         # The good values afterwards must not hide the bad one.
         for x in (poisoned if part == "k" else values(6), values(7, amax=100.0)):
             observer.observe(0, part, x, all_real(x))
-    with pytest.raises(CalibrationError, match=r"^layer 0 k: values are not finite \(amax (nan|inf)\)$"):
+    with pytest.raises(CalibrationError, match=r"^layer 0 k: values are not finite \(amax inf\)$"):
         observer.result()
 
 

@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tasks.numerics.delayed_scaling import HistorySettings
 from tasks.numerics.fp8 import fake_quantize
-from tasks.numerics.fp8_linear import BlockSpec, forward_product, fp8_linear
+from tasks.numerics.fp8_linear import BlockSpec, Scaling, forward_product, fp8_linear, linear_spec
+from tests.unit.formats_support import Block, values_of
 from tests.unit.numerics_support import independent_values, one_torch_thread, randn
 
 WEIGHT, GROUP, TOKENS = (128, 128), (1, 128), (128, 1)
@@ -176,6 +178,84 @@ def test_other_block_sizes_reach_every_product() -> None:
     assert_product(y, independent_values(x, (1, 32)), w.T)
     assert_product(dx, independent_values(dy, (1, 32)), w)
     assert_product(dw, independent_values(dy, (32, 1)).T, independent_values(x, (32, 1)))
+
+
+# Blocks of X, W, dY and W in dgrad, dY and X in wgrad; whether scales are always powers of two.
+OPERANDS: dict[Scaling, tuple[Block, Block, Block, Block, Block, bool]] = {
+    "block": ((1, 32), (16, 24), (1, 32), (16, 24), (32, 1), False),
+    "tensor": ((None, None), (None, None), (None, None), (None, None), (None, None), False),
+    "channel": ((1, None), (1, None), (1, None), (None, 1), (None, 1), False),
+    "mxfp8": ((1, 32), (1, 32), (1, 32), (32, 1), (32, 1), True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("scaling", list(OPERANDS))
+def test_three_products_of_every_scaling(
+    scaling: Scaling, power_of_two: bool, gradient: str, dtype: torch.dtype
+) -> None:
+    activation, weight_block, dy_block, dgrad_weight, along_tokens, always = OPERANDS[scaling]
+    power = power_of_two or always
+    spec = linear_spec(scaling, power_of_two, gradient, (16, 24), 32)  # type: ignore[arg-type]
+    # Rows and columns of unlike size, so that the direction of a block matters.
+    x = randn(31, 37, 70, dtype=dtype) * torch.exp2(torch.arange(37) % 7 - 3.0).unsqueeze(1).to(dtype)
+    dy = randn(32, 37, 41, dtype=dtype) * torch.exp2(torch.arange(41) % 9 - 4.0).to(dtype)
+    weight = randn(33, 41, 70, dtype=dtype) * torch.exp2(torch.arange(70) % 5 - 8.0).to(dtype)
+    y, dx, dw = run(x, weight, dy, spec)
+    assert_product(y, values_of(x, activation, "e4m3", power), values_of(weight, weight_block, "e4m3", power).T)
+    assert_product(dx, values_of(dy, dy_block, gradient, power), values_of(weight, dgrad_weight, "e4m3", power))
+    dy_tokens, x_tokens = values_of(dy, along_tokens, gradient, power), values_of(x, along_tokens, "e4m3", power)
+    assert_product(dw, dy_tokens.T, x_tokens)
+
+
+@pytest.mark.parametrize("scaling", ["block", "channel", "mxfp8"])
+def test_a_token_is_rounded_by_itself(scaling: Scaling) -> None:
+    x, weight = randn(34, 6, 64), randn(35, 8, 64)
+    spec = linear_spec(scaling)
+    alone = fp8_linear(x[2:3], weight, None, spec)
+    x[4] *= 1e4
+    torch.testing.assert_close(fp8_linear(x, weight, None, spec)[2:3], alone)
+
+
+def test_under_tensor_scaling_a_token_depends_on_the_others() -> None:
+    x, weight = randn(34, 6, 64), randn(35, 8, 64)
+    before = fp8_linear(x, weight, None, linear_spec("tensor"))[2]
+    x[4] *= 1e7
+    assert not fp8_linear(x, weight, None, linear_spec("tensor"))[2].any() and bool(before.abs().max() > 1)
+
+
+def test_e5m2_gradients_touch_only_the_backward_products() -> None:
+    x, weight, dy = randn(36, 40, 64), randn(37, 48, 64), randn(38, 40, 48)
+    plain, hybrid = run(x, weight, dy, linear_spec()), run(x, weight, dy, linear_spec(gradient="e5m2"))
+    assert torch.equal(plain[0], hybrid[0])
+    for got, coarse, exact in ((plain[1], hybrid[1], dy @ weight), (plain[2], hybrid[2], dy.T @ x)):
+        errors = [float((g - exact).norm() / exact.norm()) for g in (got, coarse)]
+        assert 1.2 < errors[1] / errors[0] < 2.5, "one mantissa bit less in one of two operands"
+
+
+def test_e5m2_keeps_gradients_that_vanish_in_e4m3() -> None:
+    # 2^-20 of the amax: below half of E4M3's smallest subnormal (2^-10 / 448), above that of E5M2 (2^-17 / 57344).
+    dy = torch.full((4, 64), 2.0**-20)
+    dy[:, 0] = 1.0
+    weight = torch.eye(64)
+    assert not run(torch.ones(4, 64), weight, dy, linear_spec("tensor"))[1][:, 1:].any()
+    assert torch.equal(run(torch.ones(4, 64), weight, dy, linear_spec("tensor", True, "e5m2"))[1], dy)
+
+
+def test_what_a_spec_says_of_itself() -> None:
+    history = HistorySettings(16, "most_recent")
+    words = {
+        linear_spec(): "weights 128x128, activations 1x128, fp32 scales",
+        linear_spec("block", True, "e5m2"): "weights 128x128, activations 1x128, power_of_two scales, e5m2 gradients",
+        linear_spec("tensor"): "per-tensor, fp32 scales",
+        linear_spec("tensor_delayed", history=history): "per-tensor, delayed by most_recent of 16, fp32 scales",
+        linear_spec("channel"): "weights per output channel, activations per token, fp32 scales",
+        linear_spec("mxfp8"): "MXFP8, groups of 32, E8M0 scales",
+    }
+    assert {spec: spec.describe() for spec in words} == words
+    assert linear_spec() == BlockSpec()
 
 
 def test_forward_product_with_a_decoded_weight_is_the_forward() -> None:

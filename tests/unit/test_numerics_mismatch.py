@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from decimal import Decimal, localcontext
 from fractions import Fraction
+from random import Random
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tasks.numerics.mismatch import (
     log_ratios,
     mismatch_metrics,
     nearest_rank,
+    sequence_mismatch_metrics,
 )
 
 NAMES = {
@@ -33,6 +35,16 @@ NAMES = {
     "mismatch/clamped_tokens",
     "mismatch/missing_rollout_logprobs",
 }
+SEQUENCE_NAMES = {
+    "mismatch/ppl_ratio",
+    "mismatch/log_ppl_diff",
+    "mismatch/log_ppl_abs_diff",
+    "mismatch/chi2_token",
+    "mismatch/chi2_sequence",
+    "mismatch/clamped_sequences",
+    "mismatch/probability_pearson",
+    "mismatch/sequence_mult_prob_error_max",
+}
 
 
 def fp64(*values: float) -> Tensor:
@@ -41,6 +53,12 @@ def fp64(*values: float) -> Tensor:
 
 def metrics(p: Tensor, q: Tensor, mask: Tensor | None = None) -> dict[str, float]:
     got = mismatch_metrics(log_ratios(p, q, torch.ones_like(p, dtype=torch.bool) if mask is None else mask))
+    return {name.removeprefix("mismatch/"): value for name, value in got.items()}
+
+
+def of_sequences(p: Tensor, q: Tensor, mask: Tensor | None = None) -> dict[str, float]:
+    got = sequence_mismatch_metrics(p, q, torch.ones_like(p, dtype=torch.bool) if mask is None else mask)
+    assert set(got) == SEQUENCE_NAMES
     return {name.removeprefix("mismatch/"): value for name, value in got.items()}
 
 
@@ -215,3 +233,168 @@ def test_nearest_rank_is_not_moved_by_floating_point(percent: str) -> None:
     for n in (1, 3, 10, 99, 100, 101, 999, 1000, 1001, 5000, 10_000):
         want = math.ceil(Fraction(percent) / 100 * n)
         assert nearest_rank(torch.arange(1, n + 1), float(percent) / 100) == want
+
+
+def test_sequences_by_hand() -> None:
+    # Train over rollout: 2 and 1/2 in the first sequence, 2 in the second; the third has no response.
+    p = fp64(0.5, 0.2, 0.8, 0.3, 0.1, 0.7).log().reshape(3, 2)
+    q = fp64(0.25, 0.4, 0.4, 0.9, 0.8, 0.2).log().reshape(3, 2)
+    got = of_sequences(p, q, torch.tensor([[True, True], [True, False], [False, False]]))
+    log2 = math.log(2)
+    # Mean d is 0 and log 2, so the perplexities' ratio is 1 and 1/2.
+    assert got["ppl_ratio"] == pytest.approx(0.75, rel=1e-14)
+    assert got["log_ppl_diff"] == pytest.approx(-log2 / 2, rel=1e-14)
+    assert got["log_ppl_abs_diff"] == pytest.approx(log2 / 2, rel=1e-14)
+    # Squared token weights 4, 1/4, 4; squared products 1 and 4.
+    assert got["chi2_token"] == pytest.approx(8.25 / 3 - 1, rel=1e-14)
+    assert got["chi2_sequence"] == pytest.approx(1.5, rel=1e-14)
+    assert got["sequence_mult_prob_error_max"] == pytest.approx(2.0, rel=1e-14)
+    assert got["clamped_sequences"] == 0.0
+    # Probabilities (0.5, 0.2, 0.8) and (0.25, 0.4, 0.4): deviations (0, -0.3, 0.3) and (-0.1, 0.05, 0.05).
+    assert got["probability_pearson"] == pytest.approx(0.0, abs=1e-15)
+
+
+def test_sequences_of_a_random_batch_equal_numpy() -> None:
+    g = torch.Generator().manual_seed(1)
+    p, q = -3 * torch.rand(12, 30, generator=g), -3 * torch.rand(12, 30, generator=g)
+    mask = torch.rand(12, 30, generator=g) < 0.6
+    mask[3] = False
+    q = p + 0.2 * (q - p)  # keeps products of 20 ratios below e^20
+    rows = [(p[i][mask[i]].double().numpy(), q[i][mask[i]].double().numpy()) for i in range(12) if i != 3]
+    differences = np.array([qi.mean() - pi.mean() for pi, qi in rows])
+    pv, qv = np.concatenate([r[0] for r in rows]), np.concatenate([r[1] for r in rows])
+    want = {
+        "ppl_ratio": np.mean([np.exp(-pi.mean()) / np.exp(-qi.mean()) for pi, qi in rows]),
+        "log_ppl_diff": differences.mean(),
+        "log_ppl_abs_diff": np.abs(differences).mean(),
+        "chi2_token": np.mean((np.exp(pv) / np.exp(qv)) ** 2) - 1,
+        "chi2_sequence": np.mean([np.prod(np.exp(pi) / np.exp(qi)) ** 2 for pi, qi in rows]) - 1,
+        "clamped_sequences": 0.0,
+        "probability_pearson": np.corrcoef(np.exp(pv), np.exp(qv))[0, 1],
+        "sequence_mult_prob_error_max": max(np.exp(np.abs(pi - qi)).mean() for pi, qi in rows),
+    }
+    assert of_sequences(p, q, mask) == pytest.approx(want, rel=1e-11)
+
+
+def test_long_sequence_with_a_small_constant_difference() -> None:
+    p, q = torch.full((1, 8192), -1.001, dtype=torch.float64), torch.full((1, 8192), -1.0, dtype=torch.float64)
+    got = of_sequences(p, q)
+    assert got["ppl_ratio"] == pytest.approx(math.exp(1e-3), rel=1e-12)
+    assert got["log_ppl_diff"] == got["log_ppl_abs_diff"] == pytest.approx(1e-3, rel=1e-12)
+    assert got["chi2_token"] == pytest.approx(-1.9980013326671e-3, rel=1e-11)
+    # The product is e^-8.192: its square is all but gone, and chi2 close to its lower bound.
+    assert got["chi2_sequence"] == pytest.approx(math.exp(-16.384) - 1, rel=1e-12)
+    assert got["sequence_mult_prob_error_max"] == pytest.approx(math.exp(1e-3), rel=1e-12)
+    assert got["clamped_sequences"] == 0.0
+
+
+def test_product_beyond_the_clamp_is_clamped_and_counted() -> None:
+    # Sums of d: 20 (not clamped), 24, -24, and 8 * -200 with every token clamped.
+    q = torch.full((4, 8), -1.0, dtype=torch.float64)
+    got = of_sequences(q + fp64(2.5, 3.0, -3.0, -200.0).unsqueeze(1), q)
+    assert got["clamped_sequences"] == 3.0
+    assert got["chi2_sequence"] == pytest.approx((2 * math.exp(40) + 2 * math.exp(-40)) / 4 - 1, rel=1e-13)
+
+
+def test_sequences_with_differences_up_to_200() -> None:
+    # One token of d = +200, then one of -200 in another sequence, both beside a token of d = 0.
+    p, q = fp64(-1.0, -1.0, -201.0, -1.0).reshape(2, 2), fp64(-201.0, -1.0, -1.0, -1.0).reshape(2, 2)
+    got = of_sequences(p, q)
+    # Exponentials see d = +-20, the plain differences of log-perplexity do not.
+    assert got["ppl_ratio"] == pytest.approx((math.exp(-10) + math.exp(10)) / 2, rel=1e-14)
+    assert (got["log_ppl_diff"], got["log_ppl_abs_diff"]) == (0.0, 100.0)
+    assert got["chi2_token"] == pytest.approx((math.exp(40) + math.exp(-40) + 2) / 4 - 1, rel=1e-14)
+    assert got["chi2_sequence"] == pytest.approx((math.exp(40) + math.exp(-40)) / 2 - 1, rel=1e-14)
+    assert got["sequence_mult_prob_error_max"] == pytest.approx((math.exp(20) + 1) / 2, rel=1e-14)
+    # The clamp of the token moved the sums, though they end at +-20 exactly.
+    assert got["clamped_sequences"] == 2.0
+
+
+@pytest.mark.parametrize("garbage", [(-1.0, -201.0), (-201.0, -1.0), (math.nan, math.inf), (-math.inf, math.nan)])
+def test_masked_positions_and_empty_responses_change_no_sequence_metric(garbage: tuple[float, float]) -> None:
+    p, q = fp64(-1.0, -0.2, -0.4).unsqueeze(0), fp64(-1.3, -0.3, -0.1).unsqueeze(0)
+    wide_p, wide_q = (torch.full((3, 6), value, dtype=torch.float64) for value in garbage)
+    mask = torch.zeros(3, 6, dtype=torch.bool)
+    mask[1, 2:5] = True
+    wide_p[1, 2:5], wide_q[1, 2:5] = p[0], q[0]
+    # Only the order of summation differs.
+    assert of_sequences(wide_p, wide_q, mask) == pytest.approx(of_sequences(p, q), rel=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (0, 5), (3, 0), (0, 0)])
+def test_no_valid_token_gives_zero_sequence_metrics(shape: tuple[int, int]) -> None:
+    p = torch.full(shape, math.nan)
+    assert set(of_sequences(p, p, torch.zeros(shape, dtype=torch.bool)).values()) == {0.0}
+
+
+@pytest.mark.parametrize("absent", [math.nan, math.inf, -math.inf])
+def test_missing_rollout_logprob_counts_as_no_difference_in_sequences(absent: float) -> None:
+    p = fp64(-1.0, -2.0, -0.5, -3.0).reshape(2, 2)
+    got = of_sequences(p, fp64(absent, -2.5, -0.75, absent).reshape(2, 2))
+    assert got == of_sequences(p, fp64(-1.0, -2.5, -0.75, -3.0).reshape(2, 2))
+    # d is (0, 0.5) and (0.25, 0): products e^0.5 and e^0.25.
+    assert got["chi2_sequence"] == pytest.approx((math.e + math.sqrt(math.e)) / 2 - 1, rel=1e-13)
+
+
+def test_sequence_metrics_of_equal_log_probabilities() -> None:
+    p = torch.linspace(-30, 0, 60).reshape(4, 15)
+    got = of_sequences(p, p.clone())
+    ones = {name: got.pop(name) for name in ("ppl_ratio", "probability_pearson", "sequence_mult_prob_error_max")}
+    assert set(ones.values()) == {1.0} and set(got.values()) == {0.0}
+
+
+def test_non_finite_score_in_a_sequence_is_an_error() -> None:
+    q = torch.full((2, 2), -1.0)
+    with pytest.raises(NonFiniteScoreError, match="1 scored"):
+        sequence_mismatch_metrics(torch.tensor([[-1.0, math.nan], [-1.0, -1.0]]), q, torch.ones(2, 2).bool())
+
+
+@pytest.mark.parametrize(
+    ("p", "mask"),
+    [
+        (torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.int64)),
+        (torch.zeros(2, 3), torch.ones(2, dtype=torch.bool)),
+        (torch.zeros(1, 3), torch.ones(2, 3, dtype=torch.bool)),
+        (torch.zeros(6), torch.ones(6, dtype=torch.bool)),
+    ],
+)
+def test_other_shapes_and_index_masks_are_refused(p: Tensor, mask: Tensor) -> None:
+    with pytest.raises(ValueError, match="must share one shape"):
+        sequence_mismatch_metrics(p, torch.zeros(2, 3) if p.dim() > 1 else p, mask)
+
+
+def test_chi2_keeps_its_digits_where_the_weights_are_all_near_one() -> None:
+    d = 1e-12
+    got = of_sequences(fp64(0.0, 0.0).unsqueeze(0), fp64(-d, -d).unsqueeze(0))
+    assert got["chi2_token"] == pytest.approx(2 * d, rel=1e-11)
+    assert got["chi2_sequence"] == pytest.approx(4 * d, rel=1e-11)
+
+
+LOGPROB = st.one_of(st.floats(-1e4, 0), st.floats(-25, 0), st.just(0.0), st.just(-1e4), st.just(-1e-300))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(0, 4), st.integers(0, 5), st.sampled_from([1.0, -1.0, 3e34]))
+def test_every_metric_is_finite_and_within_its_bounds(data: st.DataObject, rows: int, columns: int, s: float) -> None:
+    n = rows * columns
+    p, q = (fp64(*data.draw(st.lists(LOGPROB, min_size=n, max_size=n))).reshape(rows, columns) * s for _ in range(2))
+    mask = (fp64(*data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))) == 1).reshape(rows, columns)
+    got = metrics(p, q, mask) | of_sequences(p, q, mask)
+    assert all(math.isfinite(value) for value in got.values()), got
+    assert -1 <= got["probability_pearson"] <= 1
+    assert got["chi2_token"] >= -1 and got["chi2_sequence"] >= -1
+    assert got["log_ppl_abs_diff"] >= abs(got["log_ppl_diff"]) * (1 - 1e-12)
+    assert got["clamped_sequences"] <= mask.any(1).sum()
+    # The worst sequence is at least as bad as the average token.
+    assert got["sequence_mult_prob_error_max"] >= got["token_mult_prob_error"] * (1 - 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-20, 0)), min_size=1, max_size=12), st.randoms())
+def test_sequences_of_one_token_and_the_order_of_sequences(pairs: list[tuple[float, float]], random: Random) -> None:
+    p, q = fp64(*(pair[0] for pair in pairs)).unsqueeze(1), fp64(*(pair[1] for pair in pairs)).unsqueeze(1)
+    got = of_sequences(p, q)
+    assert got["chi2_sequence"] == got["chi2_token"]
+    assert got["ppl_ratio"] == pytest.approx(float(torch.exp(q - p).mean()), rel=1e-13)
+    order = random.sample(range(len(pairs)), len(pairs))
+    assert of_sequences(p[order], q[order]) == pytest.approx(got, rel=1e-11, abs=1e-11)

@@ -9,9 +9,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from conf.compose import ConfigError, compose
 from conf.schema import LinearPrecision
 from tasks.engines.precision_plan import block_spec, layer_number, plan_linears, scale_name
 from tasks.engines.protocols import EngineError
+from tasks.numerics.delayed_scaling import HistorySettings
+from tasks.numerics.formats import Format
+from tasks.numerics.fp8 import quantize_as
+from tasks.numerics.fp8_linear import BlockSpec
 
 LAYERS = 3
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -163,6 +168,82 @@ def test_fused_experts_are_refused_rather_than_left_out() -> None:
 )
 def test_layer_numbers_are_read_from_names(name: str, layer: int | None) -> None:
     assert layer_number(name) == layer
+
+
+def test_each_scaling_reaches_the_numerics() -> None:
+    made = {name: block_spec(_fp8(scaling=name)) for name in ("block", "tensor", "tensor_delayed", "channel", "mxfp8")}
+    assert made["block"] == BlockSpec() == block_spec(_fp8())
+    assert made["tensor"].weight_format == Format((None, None)) == made["tensor"].activation_format
+    assert made["tensor_delayed"].history == HistorySettings(1024, "max", 0)
+    assert made["channel"].weight_format == Format((1, None)) == made["channel"].activation_format
+    assert made["channel"].dgrad_weight_format == Format((None, 1))
+    assert made["mxfp8"].weight_format == Format((1, 32), "e4m3", "e8m0") == made["mxfp8"].activation_format
+    assert made["mxfp8"].dgrad_weight_format == Format((32, 1), "e4m3", "e8m0")
+
+
+def test_gradients_history_and_scale_reach_the_numerics() -> None:
+    spec = block_spec(
+        _fp8(
+            scaling="tensor_delayed",
+            gradient_format="e5m2",
+            amax_history=7,
+            amax_compute="most_recent",
+            scale="power_of_two",
+        )
+    )
+    assert spec.history == HistorySettings(7, "most_recent")
+    assert spec.gradient_format == Format((None, None), "e5m2", "power_of_two")
+    assert spec.activation_format == Format((None, None), "e4m3", "power_of_two")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "unused"),
+    [
+        ("block", {"amax_history": 5, "amax_compute": "most_recent"}),
+        ("tensor", {"weight_block": [64, 64], "activation_group": 32, "amax_history": 5}),
+        ("tensor_delayed", {"weight_block": [64, 64], "activation_group": 32}),
+        ("channel", {"weight_block": [64, 64], "activation_group": 32, "amax_history": 5}),
+        ("mxfp8", {"weight_block": [64, 64], "activation_group": 64, "amax_history": 5, "scale": "power_of_two"}),
+    ],
+)
+def test_keys_that_a_scaling_does_not_use_change_nothing(scaling: str, unused: dict[str, Any]) -> None:
+    assert block_spec(_fp8(scaling=scaling, **unused)) == block_spec(_fp8(scaling=scaling))
+
+
+def test_delayed_scaling_is_refused_for_the_rollout_and_taken_for_training() -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose(["recipe.rollout_linears.scaling=tensor_delayed"])
+    assert refused.value.problems == (
+        "recipe.rollout_linears.scaling = tensor_delayed: its scales come from a history of amax values, which only "
+        "the trainer has; allowed: block, tensor, channel or mxfp8; did you mean tensor?",
+    )
+    made = compose(["recipe=fp8_e2e", "recipe.training_linears.scaling=tensor_delayed"]).recipe.training_linears
+    assert made.scaling == "tensor_delayed" and made.amax_history == 1024
+
+
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [
+        ("scaling=row", "one of block, tensor, tensor_delayed, channel, mxfp8"),
+        ("gradient_format=bf16", "one of e4m3, e5m2"),
+        ("amax_history=0", "an integer >= 1"),
+        ("amax_compute=mean", "one of max, most_recent"),
+    ],
+)
+def test_wrong_values_are_refused_with_what_is_allowed(override: str, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=f"recipe.training_linears.{override.replace('=', ' = ')}: .*{allowed}"):
+        compose(["recipe=fp8_e2e", f"recipe.training_linears.{override}"])
+
+
+@pytest.mark.parametrize(
+    ("scaling", "scales"),
+    [("block", 4 * 2 * 1), ("tensor", 4), ("channel", 4 * 200), ("mxfp8", 200 * 4)],
+)
+def test_planned_bytes_are_those_of_a_quantised_weight(scaling: str, scales: int) -> None:
+    fmt = block_spec(_fp8(scaling=scaling)).weight_format
+    assert fmt.nbytes((200, 128)) == 200 * 128 + scales
+    q = quantize_as(torch.ones(200, 128), fmt)
+    assert q.codes.nbytes + q.scales.nbytes == 200 * 128 + scales
 
 
 def test_blocks_and_names_as_the_numerics_and_the_hub_spell_them() -> None:

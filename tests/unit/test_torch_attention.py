@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from conf.schema import Calibration
 from tasks.engines.protocols import EngineError
-from tasks.engines.torch_attention import CachedAttention, install_hook
+from tasks.engines.torch_attention import CachedAttention, WholeSequenceAttention, install_hook, scale_heads
 from tasks.engines.torch_linears import Fp8InferenceLinear
+from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.fp8_linear import BlockSpec
+from tasks.numerics.kv_scales import Scales
+from tasks.numerics.token_sample import sample_tokens
 
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 128, 8
-SCALES = {(0, "q"): 0.02, (0, "k"): 0.03, (0, "v"): 0.01}
+SCALES: Scales = {(0, "q"): 0.02, (0, "k"): 0.03, (0, "v"): 0.01}
+HEAD_SCALES: Scales = {(0, "q"): (0.02, 0.005), (0, "k"): (0.03, 0.004), (0, "v"): (0.01, 0.0025)}
 
 
 def _qkv(rows: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,7 +32,7 @@ def _qkv(rows: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]
     return random(HEADS), random(KV_HEADS), random(KV_HEADS)
 
 
-def _attention(fp8: bool, scales: dict[tuple[int, str], float] | None = None) -> CachedAttention:
+def _attention(fp8: bool, scales: Scales | None = None) -> CachedAttention:
     attention = CachedAttention(fp8, fp8, dict((SCALES if fp8 else {}) if scales is None else scales))
     attention.start(SLOTS)
     return attention
@@ -106,6 +113,116 @@ def test_fp8_attention_is_attention_over_rounded_values() -> None:
     expected = scaled_dot_product_attention(rounded[0], *repeated, is_causal=True, scale=0.1)
     out = _attention(True).attend(0, q, k, v, 0.1).float()
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+
+
+def _by_head(scales: Scales, part: str, heads: int) -> Tensor:
+    """`[1, heads, 1, 1]`: the scale of each head, query heads by the KV head that they share."""
+    scale = scales[(0, part)]
+    assert isinstance(scale, tuple)
+    return torch.tensor(scale).repeat_interleave(heads // len(scale)).view(1, heads, 1, 1)
+
+
+def _quiet_heads(rows: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The heads of the second KV head are a quarter as loud, so that scales cannot be mixed up unseen."""
+    made = []
+    for x in _qkv(rows, tokens):
+        x = x.clone()
+        x[:, x.shape[1] // 2 :] /= 4
+        made.append(x)
+    return made[0], made[1], made[2]
+
+
+def test_codes_of_a_head_are_under_its_own_scale() -> None:
+    attention = _attention(True, HEAD_SCALES)
+    q, k, v = _quiet_heads(2, 3)
+    attention.attend(0, q, k, v, 1.0)
+    for held, x, part in ((attention._layers[0].keys, k, "k"), (attention._layers[0].values, v, "v")):
+        scale = _by_head(HEAD_SCALES, part, KV_HEADS)
+        expected = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(held[:, :, :3].view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("quantize_query", [True, False])
+def test_attention_by_head_is_attention_over_values_rounded_by_head(quantize_query: bool) -> None:
+    q, k, v = _quiet_heads(2, 5)
+    rounded = []
+    for x, part in ((q, "q"), (k, "k"), (v, "v")):
+        scale = _by_head(HEAD_SCALES, part, x.shape[1])
+        codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        rounded.append(codes.float() * scale if part != "q" or quantize_query else x.float())
+    repeated = [x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in rounded[1:]]
+    expected = scaled_dot_product_attention(rounded[0], *repeated, is_causal=True, scale=0.1)
+    attention = CachedAttention(True, quantize_query, dict(HEAD_SCALES))
+    attention.start(SLOTS)
+    torch.testing.assert_close(attention.attend(0, q, k, v, 0.1).float(), expected, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_equal_scales_of_all_heads_give_what_one_scale_gives_bitwise(decode: bool) -> None:
+    outputs = []
+    for scales in (SCALES, {key: (scale, scale) for key, scale in SCALES.items()}):
+        attention = _attention(True, scales)
+        out = attention.attend(0, *_qkv(3, 4), 0.1)
+        if decode:
+            attention.expand(torch.tensor([0, 1, 2]), torch.tensor([4, 2, 3]))
+            out = attention.attend(0, *_qkv(3, 1, seed=1), 0.1)
+        outputs.append(out)
+    assert outputs[0].dtype == torch.bfloat16
+    assert torch.equal(outputs[0], outputs[1])
+
+
+def test_decoding_by_head_equals_the_whole_sequence() -> None:
+    q, k, v = _quiet_heads(2, 6)
+    whole = _attention(True, HEAD_SCALES).attend(0, q, k, v, 0.1).float()
+    steps = _attention(True, HEAD_SCALES)
+    steps.attend(0, q[:, :, :5], k[:, :, :5], v[:, :, :5], 0.1)
+    steps.expand(torch.tensor([0, 1]), torch.tensor([5, 5]))
+    out = steps.attend(0, q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], 0.1).float()
+    torch.testing.assert_close(out, whole[:, :, 5:], rtol=0.02, atol=0.01)
+
+
+def test_another_number_of_heads_than_the_cache_has_is_refused() -> None:
+    attention = _attention(True, HEAD_SCALES | {(0, "v"): (0.1, 0.1, 0.1)})
+    with pytest.raises(EngineError, match="layer 0: 3 v scales for 2 KV heads"):
+        attention.attend(0, *_qkv(1, 2), 1.0)
+
+
+def test_the_number_of_scales_follows_granularity_and_model() -> None:
+    layer, head = Calibration(), Calibration(granularity="head")
+    model = nn.Linear(1, 1)
+    for config, heads in (
+        (SimpleNamespace(num_attention_heads=8, num_key_value_heads=2), 2),
+        (SimpleNamespace(num_attention_heads=8, num_key_value_heads=None), 8),
+        (SimpleNamespace(num_attention_heads=8), 8),
+    ):
+        model.config = config
+        assert scale_heads(model, layer) is None
+        assert scale_heads(model, head) == heads
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("heads", [None, KV_HEADS])
+def test_the_trainer_shows_real_tokens_only_and_attends_over_all(limit: int | None, heads: int | None) -> None:
+    lengths = torch.tensor([6, 3])
+    q, k, v = _qkv(2, 6)
+    sample = sample_tokens(lengths, 6, limit, seed=3)
+    for x in (q, k, v):
+        x[1, :, 3:] = 1e4
+    watched = WholeSequenceAttention(CalibrationObserver(1, 1.0, 100.0, None, heads), sample=sample)
+    out = watched.attend(0, q, k, v, 0.1)
+    assert torch.equal(out, WholeSequenceAttention().attend(0, q, k, v, 0.1))
+    assert watched.observer is not None
+    rows = [list(range(6)), list(range(3))]
+    if sample.positions is not None:
+        rows = [sample.positions[i][sample.weights[i] > 0].tolist() for i in range(2)]
+    scales = watched.observer.result().scales
+    for part, x in (("q", q), ("k", k), ("v", v)):
+        amax = [
+            max(float(group[i][:, seen].float().abs().max()) for i, seen in enumerate(rows))
+            for group in x.chunk(heads or 1, dim=1)
+        ]
+        expected = [value / 448 for value in amax]
+        assert scales[(0, part)] == pytest.approx(tuple(expected) if heads else expected[0], rel=1e-6)
 
 
 def test_a_new_prefill_forgets_the_last_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,6 +60,13 @@ def test_everything_else_arrives(payload: SyncPayload) -> None:
     got = unpack(_sent(payload))
     assert (got.version, got.kv_scales, got.fingerprints) == (7, SCALES, {"bf16": 2**64 - 1})
     assert list(got.tensors) == list(TENSORS)
+
+
+def test_scales_of_heads_arrive_with_every_bit(payload: SyncPayload) -> None:
+    scales = {(0, "k"): (0.1, 3.0000001, 1e-45), (0, "v"): (2.5,)}
+    got = unpack(_sent(replace(payload, kv_scales=scales))).kv_scales
+    assert got == scales
+    assert [type(scale) for scale in got.values()] == [tuple, tuple]
 
 
 def test_what_arrives_can_be_written_to_and_is_nobody_elses(payload: SyncPayload) -> None:

@@ -1,0 +1,151 @@
+"""What every trainer engine computes alike: metrics of a score, and weights, masks and coefficients of a step.
+
+An engine adds the forward and backward passes; nothing here depends on how it makes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conf.schema import Algorithm
+from conf.schema import Correction as CorrectionConfig
+from tasks.engines.protocols import RolloutBatch
+from tasks.numerics.correction import Correction, Weighting, correct, product_shrinkage
+from tasks.numerics.importance import importance_metrics
+from tasks.numerics.loss import LossInputs, ObjectiveSettings
+from tasks.numerics.mismatch import log_ratios, mismatch_metrics, sequence_mismatch_metrics
+from tasks.numerics.mismatch_detail import abs_diff_by_position, position_metrics
+from tasks.numerics.normalization import loss_coefficients
+from tasks.numerics.rejection import RejectionRule
+
+
+def correction_of(config: CorrectionConfig) -> Correction:
+    """The numerics' correction for a configured one."""
+    rules = tuple(RejectionRule(r.statistic, r.level, r.lower, r.upper, r.advantages) for r in config.rejection)
+    weighting = Weighting(config.weight, config.lower, config.cap, config.outside)
+    return Correction(weighting, rules, config.self_normalize)
+
+
+def objective_of(config: Algorithm) -> ObjectiveSettings:
+    """The numerics' objective for a configured one."""
+    return ObjectiveSettings(
+        ratio=config.ratio,
+        surrogate=config.surrogate,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        kl_gradient=config.kl_gradient,
+        entropy_coef=config.entropy_coef,
+    )
+
+
+def score_metrics(batch: RolloutBatch, logprobs: Tensor, correction: CorrectionConfig) -> dict[str, float]:
+    """`mismatch/*` and `importance/*` of a batch; `logprobs` p `[samples, width]`, whatever it is off the response."""
+    mask = batch.response_mask()
+    ratios = log_ratios(logprobs, batch.logprobs, mask)
+    return (
+        mismatch_metrics(ratios)
+        | sequence_mismatch_metrics(logprobs, batch.logprobs, mask)
+        | position_metrics(abs_diff_by_position(logprobs, batch.logprobs, mask))
+        | importance_metrics(ratios, correction.cap, correction.lower)
+        | product_shrinkage(logprobs, batch.logprobs, mask)
+    )
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Everything about a step's loss that is known before its first update.
+
+    `kept` bool, `weights`, `coefficients` fp32, `advantages` fp32, `old` p: `[samples, width]`. `updates`: row
+    numbers of each optimiser update, in order.
+    """
+
+    kept: Tensor
+    weights: Tensor
+    coefficients: Tensor
+    advantages: Tensor
+    old: Tensor
+    updates: tuple[Tensor, ...]
+    metrics: dict[str, float]
+
+    def loss_inputs(
+        self, rows: Tensor, logprobs: Tensor, reference: Tensor | None = None, entropy: Tensor | None = None
+    ) -> LossInputs:
+        """One micro-batch; `logprobs`, `entropy` of its kept tokens in row-major order (with gradient)."""
+        kept = self.kept[rows]
+
+        def spread(values: Tensor) -> Tensor:
+            return torch.zeros(kept.shape, dtype=values.dtype, device=values.device).masked_scatter(kept, values)
+
+        return LossInputs(
+            logprobs=spread(logprobs),
+            old_logprobs=self.old[rows],
+            advantages=self.advantages[rows],
+            weights=self.weights[rows],
+            coefficients=self.coefficients[rows],
+            mask=kept,
+            reference_logprobs=None if reference is None else reference[rows],
+            entropy=None if entropy is None else spread(entropy),
+        )
+
+
+def prepare_step(
+    batch: RolloutBatch,
+    logprobs: Tensor,
+    advantages: Tensor,
+    algorithm: Algorithm,
+    correction: CorrectionConfig,
+    length_limit: int,
+) -> StepInputs:
+    """Correct, filter and normalise a step. `logprobs` p from the score, `advantages` `[samples]`.
+
+    Overlong filtering takes truncated samples out before anything is counted. Rejected tokens take part in
+    no term of the loss; `correction.denominator` says whether they still count in what it is divided by.
+    """
+    valid = batch.response_mask()
+    if algorithm.overlong.filter:
+        valid = valid & ~batch.truncated.unsqueeze(1)
+    corrected = correct(logprobs, batch.logprobs, valid, advantages, correction_of(correction))
+    counted = corrected.kept if correction.denominator == "kept" else valid
+    length = algorithm.normalization_length or length_limit
+    updates = torch.arange(valid.shape[0]).chunk(algorithm.updates_per_step)
+    parts = [loss_coefficients(counted[rows], algorithm.normalization, length) for rows in updates]
+    return StepInputs(
+        kept=corrected.kept,
+        weights=corrected.weights,
+        coefficients=torch.cat(parts),
+        advantages=advantages.to(torch.float32).unsqueeze(1).expand(valid.shape),
+        old=logprobs,
+        updates=tuple(updates),
+        metrics=corrected.metrics,
+    )
+
+
+class LossLedger:
+    """Adds up what micro-batches report into the metrics of a step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+
+    def add(self, sums: dict[str, float], counts: dict[str, float], maxima: dict[str, float]) -> None:
+        """Take in the outputs of one micro-batch (`LossOutputs`)."""
+        for total, part in ((self._sums, sums), (self._counts, counts)):
+            for name, value in part.items():
+                total[name] = total.get(name, 0.0) + value
+        for name, value in maxima.items():
+            self._maxima[name] = max(self._maxima.get(name, value), value)
+
+    def metrics(self, updates: int, tokens: int) -> dict[str, float]:
+        """Losses averaged over `updates`; counts divided by the `tokens` that took part; 0 without any."""
+        return (
+            {name: value / updates for name, value in self._sums.items()}
+            | {name: value / max(1, tokens) for name, value in self._counts.items()}
+            | self._maxima
+        )
