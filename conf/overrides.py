@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from conf.problems import nearest_word, unknown_key
 from conf.schema.base import Problem
 
-FREE_MAPS: Final = ("data.parameters", "storage.options")
+FREE_MAPS: Final = ("data.parameters", "rollout.engine_args", "storage.options")
 _SCHEMA_FOLDER: Final = "schema"
 
 

@@ -35,6 +35,7 @@ _WRONG: Final[Mapping[str, str]] = {
     "union_tag_invalid": "not one of the choices",
     "union_tag_not_found": "required",
 }
+_DISCRIMINATORS: Final = ("kind", "engine")
 _BOUNDS: Final = (
     ("minimum", ">="),
     ("exclusiveMinimum", ">"),
@@ -126,9 +127,10 @@ def _problems_of(details: ErrorDetails) -> Iterator[Problem]:
 
 def _unknown_kind(place: _Place, kind: str, value: Any) -> Problem:
     """A section of several kinds that says none of them."""
-    tag = value.get("kind", MISSING) if isinstance(value, Mapping) else value
-    kinds = list(_sections(place.owner.model_fields[place.field].annotation)) if place.field else []
-    return Problem(f"{place.key}.kind", tag, _WRONG[kind], f"one of {', '.join(kinds)}", nearest_word(tag, kinds))
+    sections = _sections(place.owner.model_fields[place.field].annotation) if place.field else {}
+    name, kinds = next((_tag(section) for section in sections.values()), "kind"), list(sections)
+    tag = value.get(name, MISSING) if isinstance(value, Mapping) else value
+    return Problem(f"{place.key}.{name}", tag, _WRONG[kind], f"one of {', '.join(kinds)}", nearest_word(tag, kinds))
 
 
 def _wrong_value(place: _Place, details: ErrorDetails) -> Problem:
@@ -174,9 +176,14 @@ def _locate(loc: Sequence[int | str]) -> _Place:
 def _sections(annotation: Any) -> dict[str, type[Section]]:
     """The sections that a field may hold; several are keyed by their discriminator's value."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        kind = annotation.model_fields.get("kind")
-        return {str(kind.default) if kind else "": annotation}
+        tag = _tag(annotation)
+        return {str(annotation.model_fields[tag].default) if tag else "": annotation}
     return {tag: section for part in get_args(annotation) for tag, section in _sections(part).items()}
+
+
+def _tag(section: type[Section]) -> str:
+    """The field that tells a section from its alternatives; empty where it has none."""
+    return next((name for name in _DISCRIMINATORS if name in section.model_fields), "")
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:

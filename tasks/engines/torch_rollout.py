@@ -8,23 +8,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from conf.schema import Recipe, Rollout
+from conf.schema import Recipe, TorchRollout
 from tasks.engines.precision_plan import block_spec, plan_linears
 from tasks.engines.protocols import (
-    EngineError,
     EngineReport,
     GenerateRequest,
     Prompt,
     RolloutBatch,
-    SyncError,
     SyncPayload,
     WeightVersionError,
 )
+from tasks.engines.rollout_checks import check_payload, check_request, held_as
 from tasks.engines.torch_attention import CachedAttention, install_hook, scale_heads
 from tasks.engines.torch_linears import Fp8InferenceLinear, use_fp8_inference
 from tasks.engines.torch_models import empty_model, forward_hidden, head_logits, weights
 from tasks.numerics.fingerprint import fingerprint
-from tasks.numerics.kv_scales import Scales, scale_faults
 from tasks.numerics.logprobs import greedy_tokens, sample_tokens, uniforms
 
 
@@ -43,7 +41,7 @@ class TorchRolloutEngine:
 
     name = "torch"
 
-    def __init__(self, model_dir: Path, recipe: Recipe, settings: Rollout) -> None:
+    def __init__(self, model_dir: Path, recipe: Recipe, settings: TorchRollout) -> None:
         torch.set_num_threads(settings.threads)
         self._settings = settings
         self._recipe = recipe
@@ -58,15 +56,9 @@ class TorchRolloutEngine:
     def load_weights(self, payload: SyncPayload) -> None:
         self._version = None
         held = weights(self._model)
-        self._check_names(held, payload)
-        scales = self._checked_scales(payload.kv_scales)
-        for name, target in held.items():
-            source = payload.tensors[name]
-            if source.shape != target.shape or source.dtype != target.dtype:
-                raise SyncError(
-                    f"{name}: sent {tuple(source.shape)} {source.dtype}, "
-                    f"the engine holds {tuple(target.shape)} {target.dtype}"
-                )
+        layers = self._layers if self._recipe.kv.quantized else 0
+        check_payload(payload, held_as(held), layers, scale_heads(self._model, self._recipe.calibration))
+        scales = dict(payload.kv_scales)
         for name, target in held.items():
             target.copy_(payload.tensors[name])
         for module in self._model.modules():
@@ -75,55 +67,18 @@ class TorchRolloutEngine:
         self._attention.scales = scales
         self._version = payload.version
 
-    def _check_names(self, held: dict[str, Tensor], payload: SyncPayload) -> None:
-        missing, extra = (
-            sorted(held.keys() - payload.tensors.keys()),
-            sorted(payload.tensors.keys() - held.keys()),
-        )
-        if missing or extra:
-            raise SyncError(f"a sync brings every tensor and no other: missing {missing[:3]}, extra {extra[:3]}")
-
-    def _checked_scales(self, scales: Scales) -> Scales:
-        layers = self._layers if self._recipe.kv.quantized else 0
-        faults = scale_faults(scales, layers, scale_heads(self._model, self._recipe.calibration))
-        if faults:
-            raise SyncError(f"Q/K/V scales do not fit the recipe: {'; '.join(faults[:3])}")
-        return dict(scales)
-
     def generate(self, request: GenerateRequest) -> RolloutBatch:
         if self._version != request.weight_version:
             raise WeightVersionError(
                 f"the request expects version {request.weight_version}, the engine holds {self._version}"
             )
-        self._check_request(request)
+        check_request(request, int(self._model.config.max_position_embeddings), int(self._model.config.vocab_size))
         chunks = self._chunks(request.prompts)
         # The samples themselves are put together outside: autograd refuses tensors made in inference mode.
         with torch.inference_mode():
             parts = [self._decode_chunk(chunk, request) for chunk in chunks]
         prompts = [prompt for chunk in chunks for prompt in chunk for _ in prompt.seeds]
         return _assemble(prompts, parts, request.weight_version)
-
-    def _check_request(self, request: GenerateRequest) -> None:
-        if not request.prompts:
-            raise EngineError("the request has no prompts")
-        if request.max_new_tokens < 1:
-            raise EngineError(f"max_new_tokens {request.max_new_tokens}: at least 1 token can be asked for")
-        if not request.greedy and not request.temperature > 0:
-            raise EngineError(f"temperature {request.temperature}: sampling needs one above 0")
-        limit, vocabulary = int(self._model.config.max_position_embeddings), int(self._model.config.vocab_size)
-        for prompt in request.prompts:
-            if not prompt.token_ids or not prompt.seeds:
-                raise EngineError(f"prompt {prompt.id}: no tokens or no seeds")
-            unknown = [token for token in prompt.token_ids if not 0 <= token < vocabulary]
-            if unknown:
-                raise EngineError(
-                    f"prompt {prompt.id}: token {unknown[0]} is not one of the model's {vocabulary} tokens"
-                )
-            if len(prompt.token_ids) + request.max_new_tokens > limit:
-                raise EngineError(
-                    f"prompt {prompt.id}: {len(prompt.token_ids)} tokens + rollout.max_new_tokens "
-                    f"{request.max_new_tokens} exceed the model's {limit} positions"
-                )
 
     def _chunks(self, prompts: tuple[Prompt, ...]) -> list[list[Prompt]]:
         """Whole prompts whose samples fit a decode batch together; a prompt with more samples is split."""

@@ -6,7 +6,9 @@ selects it by, the marks that its machine needs, and how closely it must follow 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +81,22 @@ class Engine:
     name: str
     bf16_error: float
     fp8_error: float
+    settings: Mapping[str, str] = field(default_factory=dict)
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
-ROLLOUT_ENGINES = (Engine("torch", bf16_error=0.02, fp8_error=0.05),)
+_WITHOUT_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra engines-cpu)")
+
+ROLLOUT_ENGINES = (
+    Engine("torch", bf16_error=0.02, fp8_error=0.05),
+    Engine(
+        "vllm",
+        bf16_error=0.02,
+        fp8_error=0.05,
+        settings={"rollout.kv_cache_memory_bytes": "33554432"},
+        marks=(_WITHOUT_VLLM,),
+    ),
+)
 TRAINER_ENGINES = (Engine("torch", bf16_error=0.02, fp8_error=0.05),)
 
 
@@ -122,9 +136,10 @@ class Workbench:
         settings = PINNED | {
             "recipe": recipe,
             "model.path": str(self.model_dir),
-            "rollout.engine": self.rollout_engine.name,
-            "trainer.engine": self.trainer_engine.name,
+            "rollout": self.rollout_engine.name,
+            "trainer": self.trainer_engine.name,
         }
+        settings |= self.rollout_engine.settings
         settings |= dict(override.split("=", 1) for override in overrides)
         key = tuple(f"{name}={value}" for name, value in settings.items())
         if key not in self._configs:

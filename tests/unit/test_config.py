@@ -25,10 +25,10 @@ from conf.schema import (
     Model,
     Optimizer,
     ReasoningGymData,
-    Rollout,
     RunConfig,
     Section,
     TinyArchitecture,
+    TorchRollout,
     Tracking,
 )
 
@@ -71,7 +71,7 @@ def test_the_groups_are_those_of_the_product() -> None:
         "data": ("jsonl", "reasoning_gym"),
         "model": ("local", "tiny_qwen3"),
         "recipe": ("bf16", "fp8_e2e", "fp8_e2e_kv", "fp8_rollout", "fp8_rollout_kv"),
-        "rollout": ("torch",),
+        "rollout": ("torch", "vllm"),
         "storage": ("local", "s3"),
         "tracking": ("mlflow",),
         "trainer": ("torch",),
@@ -122,7 +122,7 @@ def test_yaml_and_schema_agree_on_defaults() -> None:
     assert config.correction == Correction()
     assert config.model.architecture == TinyArchitecture()
     assert config.data.model_copy(update={"parameters": {}}) == ReasoningGymData()
-    assert config.rollout == Rollout()
+    assert config.rollout == TorchRollout()
     assert config.trainer.optimizer == Optimizer()
     assert config.cluster == Cluster()
     assert config.tracking == Tracking()

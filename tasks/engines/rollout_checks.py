@@ -1,0 +1,65 @@
+"""What every rollout engine checks before it touches its state: requests and sync payloads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tasks.engines.protocols import EngineError, GenerateRequest, SyncError, SyncPayload
+from tasks.numerics.kv_scales import scale_faults
+
+
+@dataclass(frozen=True)
+class Held:
+    """Shape and dtype of a tensor that an engine holds."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def held_as(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
+    """The form of live tensors, by the same names."""
+    return {name: Held(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+
+def check_payload(payload: SyncPayload, held: Mapping[str, Held], layers: int, heads: int | None) -> None:
+    """`SyncError` unless the payload brings every held tensor in its form, no other, and usable scales.
+
+    `layers` with Q/K/V scales (0 without an FP8 cache); `heads` as in `scale_faults`.
+    """
+    missing, extra = sorted(held.keys() - payload.tensors.keys()), sorted(payload.tensors.keys() - held.keys())
+    if missing or extra:
+        raise SyncError(f"a sync brings every tensor and no other: missing {missing[:3]}, extra {extra[:3]}")
+    faults = scale_faults(payload.kv_scales, layers, heads)
+    if faults:
+        raise SyncError(f"Q/K/V scales do not fit the recipe: {'; '.join(faults[:3])}")
+    for name, form in held.items():
+        sent = payload.tensors[name]
+        if tuple(sent.shape) != form.shape or sent.dtype != form.dtype:
+            raise SyncError(
+                f"{name}: sent {tuple(sent.shape)} {sent.dtype}, the engine holds {form.shape} {form.dtype}"
+            )
+
+
+def check_request(request: GenerateRequest, positions: int, vocabulary: int) -> None:
+    """`EngineError` for a request that means nothing, or whose samples may outgrow `positions`."""
+    if not request.prompts:
+        raise EngineError("the request has no prompts")
+    if request.max_new_tokens < 1:
+        raise EngineError(f"max_new_tokens {request.max_new_tokens}: at least 1 token can be asked for")
+    if not request.greedy and not request.temperature > 0:
+        raise EngineError(f"temperature {request.temperature}: sampling needs one above 0")
+    for prompt in request.prompts:
+        if not prompt.token_ids or not prompt.seeds:
+            raise EngineError(f"prompt {prompt.id}: no tokens or no seeds")
+        unknown = [token for token in prompt.token_ids if not 0 <= token < vocabulary]
+        if unknown:
+            raise EngineError(f"prompt {prompt.id}: token {unknown[0]} is not one of the model's {vocabulary} tokens")
+        if len(prompt.token_ids) + request.max_new_tokens > positions:
+            raise EngineError(
+                f"prompt {prompt.id}: {len(prompt.token_ids)} tokens + rollout.max_new_tokens "
+                f"{request.max_new_tokens} exceed the model's {positions} positions"
+            )

@@ -1,0 +1,101 @@
+"""From recipe and settings to the arguments of vLLM's engine. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from conf.schema import Recipe, VllmRollout
+from conf.schema.vllm import KV_NAMES, vllm_problems
+from tasks.engines.precision_plan import LinearPlan
+from tasks.engines.protocols import EngineError
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers that vLLM keeps in one matrix, which has one precision."""
+
+
+def engine_arguments(
+    model_dir: Path, recipe: Recipe, settings: VllmRollout, plan: LinearPlan, transfer: str, on_cpu: bool
+) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`; `transfer` names the weight-transfer backend.
+
+    Raises `EngineError` for a recipe that vLLM cannot run.
+    """
+    problems = [str(problem) for problem in vllm_problems(settings, recipe)]
+    problems += _split_fusions(plan)
+    if problems:
+        raise EngineError("rollout=vllm cannot run this configuration:\n" + "\n".join(problems))
+    given = dict(settings.engine_args)
+    overrides = dict(given.pop("hf_overrides", {}))  # type: ignore[call-overload]
+    quantization = _quantization(recipe, plan)
+    if quantization is not None:
+        overrides["quantization_config"] = quantization
+    arguments: dict[str, Any] = {
+        "seed": 0,
+        "disable_log_stats": True,
+        "kv_cache_dtype": KV_NAMES[recipe.kv.dtype][0],
+        **_placement(settings, on_cpu),
+        **given,
+        # From here on what no argument of the user can change (the configuration refuses to try).
+        "model": str(model_dir),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "hf_overrides": overrides,
+        "weight_transfer_config": {"backend": transfer},
+        "worker_extension_cls": "tasks.engines.vllm_worker.ReadBackExtension",
+        "additional_config": {
+            "fp8_grpo": {
+                "power_of_two": recipe.rollout_linears.scale == "power_of_two",
+                "quantize_query": recipe.kv.quantize_query,
+            }
+        },
+    }
+    return arguments
+
+
+def _placement(settings: VllmRollout, on_cpu: bool) -> dict[str, Any]:
+    """Memory, devices, graphs; keys that are null are left to vLLM."""
+    eager = on_cpu if settings.enforce_eager is None else settings.enforce_eager
+    chosen = {
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+        "attention_backend": settings.attention_backend,
+        "max_model_len": settings.max_model_len,
+        "cudagraph_capture_sizes": list(settings.cudagraph_capture_sizes) if settings.cudagraph_capture_sizes else None,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "max_num_seqs": settings.batch_size,
+        "enforce_eager": eager,
+        "distributed_executor_backend": "uni",
+    }
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _quantization(recipe: Recipe, plan: LinearPlan) -> dict[str, Any] | None:
+    """As a checkpoint on the Hub would say it; also with BF16 linears, whose FP8 cache needs scales to be loaded."""
+    if not plan.quantized and not recipe.kv.quantized:
+        return None
+    block = recipe.rollout_linears.weight_block
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+        "modules_to_not_convert": list(plan.kept),
+    }
+
+
+def _split_fusions(plan: LinearPlan) -> list[str]:
+    """Fused layers of which the recipe quantises some parts only."""
+    problems, quantized = [], set(plan.quantized)
+    for name in plan.kept:
+        prefix, _, kind = name.rpartition(".")
+        for group in _FUSED:
+            others = [f"{prefix}.{part}" for part in group if f"{prefix}.{part}" in quantized]
+            if kind in group and others:
+                problems.append(
+                    f"{name} stays BF16 while {', '.join(others)} is FP8; vLLM keeps them in one matrix; "
+                    "allowed: recipe.rollout_linears.exclude with all of them or none"
+                )
+    return problems

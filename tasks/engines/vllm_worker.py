@@ -1,0 +1,123 @@
+"""The worker's side of the vLLM engine: reads back what the live model really holds.
+
+What is proven for each kind of tensor:
+
+- FP8 codes, block scales, norms, embedding, biases: fingerprints of the very tensors that the kernels read.
+- BF16 matrices that vLLM keeps as they are (GPU): the same.
+- BF16 matrices that vLLM's CPU build packs for its kernel and drops: the layer multiplies the identity, which gives
+  every weight back exactly, up to the sign of zeros and subnormals. If those values are the ones that arrived in the
+  last sync, the fingerprint of what arrived is reported; if not, that of the values, and a problem.
+- The packed copy from which lm_head multiplies: the same, held against the table itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tasks.engines import vllm_cpu, vllm_private, vllm_transfer
+from tasks.engines.precision_plan import scale_name
+from tasks.engines.vllm_private import LiveAttention, LiveLinear
+from tasks.engines.vllm_transfer import Received, plain_values
+from tasks.numerics.fingerprint import fingerprint
+
+# Worker processes import this module by its name, and nothing else of ours.
+vllm_cpu.register()
+vllm_transfer.register()
+
+
+@dataclass
+class ReadBack:
+    """`sizes` in bytes of each held tensor; `linears` the quantised ones; `blocks` (rows, columns, group, po2)."""
+
+    fingerprints: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    linears: list[str] = field(default_factory=list)
+    linear_dtypes: list[str] = field(default_factory=list)
+    blocks: list[tuple[int, int, int, bool]] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+    attentions: list[LiveAttention] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def hold(self, name: str, tensor: Tensor, known: int | None = None) -> None:
+        self.fingerprints[name] = fingerprint(tensor) if known is None else known
+        self.sizes[name] = tensor.numel() * tensor.element_size()
+
+
+def _identity(width: int, like: torch.device) -> Tensor:
+    return torch.eye(width, dtype=torch.bfloat16, device=like)
+
+
+def _parts(linear: LiveLinear, whole: Tensor, block: int = 1) -> Iterator[tuple[str, Tensor]]:
+    """The rows of each part; with `block`, rows of its block scales."""
+    start = 0
+    for name, rows in linear.parts:
+        count = -(-rows // block)
+        yield name, whole[start : start + count]
+        start += count
+
+
+class ReadBackExtension:
+    """Methods that vLLM adds to its worker."""
+
+    model_runner: Any
+    weight_transfer_engine: Any
+    model_config: Any
+    device: torch.device
+
+    @torch.no_grad()
+    def fp8_grpo_read_back(self) -> ReadBack:
+        model = self.model_runner.get_model()
+        received: dict[str, Received] = getattr(self.weight_transfer_engine, "received", {})
+        read = ReadBack()
+        for linear in vllm_private.linears(model):
+            if linear.scales is not None:
+                self._quantized(read, linear, linear.scales)
+            else:
+                self._plain(read, linear, received)
+            if linear.bias is not None:
+                for name, bias in _parts(linear, linear.bias):
+                    read.hold(f"{name}.bias", bias)
+        for table in vllm_private.tables(model):
+            name = f"{table.name}.weight"
+            read.hold(name, table.weight)
+            if table.packed:
+                live = table.multiply(_identity(table.weight.shape[1], table.weight.device)).t()
+                if not torch.equal(live[: table.weight.shape[0]], table.weight):
+                    read.problems.append(f"{name}: logits do not come from the weights that are held")
+        for name, parameter in vllm_private.other_parameters(model):
+            read.hold(name, parameter)
+        read.attentions = list(vllm_private.attentions(model))
+        return read
+
+    def _quantized(self, read: ReadBack, linear: LiveLinear, scales: Tensor) -> None:
+        rows, columns = linear.block
+        read.blocks.append((rows, columns, linear.activation_group, linear.power_of_two))
+        read.kernels.append(linear.kernel)
+        for name, codes in _parts(linear, linear.weight):
+            read.hold(f"{name}.weight", codes)
+            read.linears.append(name)
+            read.linear_dtypes.append(str(codes.dtype).removeprefix("torch."))
+        for name, part in _parts(linear, scales, rows):
+            read.hold(scale_name(f"{name}.weight"), part)
+
+    def _plain(self, read: ReadBack, linear: LiveLinear, received: dict[str, Received]) -> None:
+        if linear.weight.numel():
+            for name, part in _parts(linear, linear.weight):
+                read.hold(f"{name}.weight", part)
+            return
+        width = int(linear.module.input_size)  # type: ignore[arg-type]
+        live = linear.multiply(_identity(width, self.device)).t()
+        for part_name, part in _parts(linear, live):
+            name, values = f"{part_name}.weight", fingerprint(plain_values(part))
+            sent = received.get(name)
+            if sent is not None and sent.values == values:
+                read.hold(name, part, sent.exact)
+            else:
+                read.hold(name, part, values)
+                if sent is not None:
+                    read.problems.append(f"{name}: the product does not use the weights that arrived")
