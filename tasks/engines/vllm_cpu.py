@@ -1,7 +1,7 @@
-"""What vLLM lacks on CPU, through its own extension points: block-FP8 products, and FP8 queries.
+"""What vLLM lacks on CPU, through its own extension points: block-FP8 products, FP8 queries, a cache of nearest codes.
 
 vLLM ships block-FP8 linears and query quantisation for GPUs; its CPU build has them for machines with AMX, or not
-at all. Here both run in plain PyTorch, so that an FP8 recipe is the same computation on a CPU: slower, never
+at all. Here they run in plain PyTorch, so that an FP8 recipe is the same computation on a CPU: slower, never
 another rounding.
 """
 
@@ -56,14 +56,36 @@ class BlockProduct(Fp8BlockScaledMMLinearKernel):
         return (x @ (B.to(torch.float32) * spread).t()).to(self.config.out_dtype)
 
 
-class QueryRoundingImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention, which may be given queries as E4M3 codes under the layer's q scale."""
+class _UnitScales:
+    """In place of an attention layer whose keys and values are codes already."""
+
+    _k_scale_float = 1.0
+    _v_scale_float = 1.0
+
+
+def _codes(x: Tensor, scale: float) -> Tensor:
+    """The nearest E4M3 values before their scale, saturating, in the dtype of `x`, where they are exact."""
+    return (x.to(torch.float32) / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+class RoundingImpl(CPUAttentionBackendImpl):
+    """vLLM's CPU attention with an FP8 cache of nearest codes, and with queries as codes where the recipe asks for it.
+
+    The kernel of vLLM's CPU build that stores keys and values rounds towards zero, which doubles the error and
+    shrinks everything it touches. Codes given to it under a scale of 1 stay as they are.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._softmax_scale = self.scale
         # With this vLLM's attention layer quantises the query itself, as before its FP8 kernels on GPUs.
         self.supports_quant_query_input = self.is_fp8_kv_cache and _option("quantize_query")
+
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.is_fp8_kv_cache:
+            key, value = _codes(key, layer._k_scale_float), _codes(value, layer._v_scale_float)
+            layer = _UnitScales
+        super().do_kv_cache_update(layer, key, value, *args, **kwargs)
 
     def forward(self, layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if query.dtype == torch.float8_e4m3fn:
@@ -74,17 +96,17 @@ class QueryRoundingImpl(CPUAttentionBackendImpl):
         return super().forward(layer, query, *args, **kwargs)
 
 
-class QueryRoundingBackend(CPUAttentionBackend):
-    """vLLM's CPU backend with `QueryRoundingImpl`."""
+class RoundingBackend(CPUAttentionBackend):
+    """vLLM's CPU backend with `RoundingImpl`."""
 
     @staticmethod
-    def get_impl_cls() -> type[QueryRoundingImpl]:
-        return QueryRoundingImpl
+    def get_impl_cls() -> type[RoundingImpl]:
+        return RoundingImpl
 
 
 def register() -> None:
     """Make both known to vLLM in this process, before an engine is built; no effect off CPU. Idempotent."""
     if current_platform.is_cpu():
         offer_cpu_block_kernel(BlockProduct)
-        name = f"{QueryRoundingBackend.__module__}.{QueryRoundingBackend.__qualname__}"
+        name = f"{RoundingBackend.__module__}.{RoundingBackend.__qualname__}"
         register_backend(AttentionBackendEnum.CPU_ATTN, name)

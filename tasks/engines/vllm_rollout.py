@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 # Read when vLLM is imported. The sender's tensors reach the worker without a copy only within one process.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -104,6 +105,7 @@ class VllmRolloutEngine:
         self._arguments = engine_arguments(model_dir, recipe, settings, plan, vllm_transfer.BACKEND, on_cpu)
         self._version: int | None = None
         self._llm: LLM | None = None
+        self._release: Callable[[], object] = lambda: None
         self._build()
 
     def _build(self) -> None:
@@ -114,18 +116,17 @@ class VllmRolloutEngine:
         torch.set_num_threads(self._settings.threads)
         with _undisturbed():
             self._llm = LLM(**self._arguments)
+        # Not at the interpreter's exit, when vLLM's modules are half gone.
+        release = finalize(self, vllm_private.shut_down, self._llm)
+        release.atexit = False
+        self._release = release
         self._llm.init_weight_transfer_engine({"init_info": {}})
 
     def close(self) -> None:
         """Give the memory back; the engine holds no version afterwards."""
         self._version = None
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            vllm_private.shut_down(llm)
-
-    def __del__(self) -> None:
-        if getattr(self, "_llm", None) is not None:
-            self.close()
+        self._llm = None
+        self._release()
 
     @property
     def _live(self) -> LLM:
