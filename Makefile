@@ -3,16 +3,17 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
+ENGINES_VENV ?= .venv-engines
 ARGS ?=
 
-.PHONY: train test test-slow lint types unit recipes setup clean
+.PHONY: train test test-slow lint types unit engines recipes setup clean
 
 setup: $(VENV)/.train
 
 train: $(VENV)/.train
 	$(BIN)/fp8-grpo train $(ARGS)
 
-test: lint types unit
+test: lint types unit engines
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -24,8 +25,13 @@ types: $(VENV)/.test
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest tests -m "not slow and not gpu"
 
-test-slow: $(VENV)/.test
+# What needs vLLM, in an environment of its own, so that the one of `make train` stays light.
+engines: $(ENGINES_VENV)/.test
+	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" -k vllm
+
+test-slow: $(VENV)/.test $(ENGINES_VENV)/.test
 	$(BIN)/python -m pytest tests -m "slow and not gpu"
+	$(ENGINES_VENV)/bin/python -m pytest tests/engines -m "slow and not gpu"
 
 # The table of recipes in the README: 5 recipes x 3 seeds, about 15 minutes on 2 cores.
 recipes: $(VENV)/.test
@@ -39,5 +45,9 @@ $(VENV)/.test: $(VENV)/.train
 	bash infra/setup_venv.sh $(VENV) ".[dev]"
 	touch $@
 
+$(ENGINES_VENV)/.test: pyproject.toml infra/setup_engines_venv.sh
+	bash infra/setup_engines_venv.sh $(ENGINES_VENV)
+	touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) $(ENGINES_VENV) .mypy_cache .ruff_cache build *.egg-info

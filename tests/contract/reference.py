@@ -139,6 +139,6 @@ class Reference:
         return torch.where(batch.response_mask(), padded, 0.0)
 
     @torch.no_grad()
-    def cumulative(self, prefix: list[int]) -> Tensor:
-        """Cumulative distribution of the token after `prefix`, fp64 `[vocabulary]`."""
-        return self.logits(torch.tensor([prefix]))[0, -1].double().softmax(-1).cumsum(-1)
+    def next_logprobs(self, prefix: list[int]) -> Tensor:
+        """Distribution of the token after `prefix`, fp64 `[vocabulary]`."""
+        return self.logits(torch.tensor([prefix]))[0, -1].double().log_softmax(-1)

@@ -8,13 +8,8 @@ import pytest
 import torch
 
 from tasks.engines.protocols import EngineError, Prompt, RolloutBatch, RolloutEngine
-from tasks.numerics.logprobs import uniforms
 from tests.contract.engines import NEW_TOKENS, POSITIONS, SAMPLES, VOCABULARY, Workbench
 from tests.contract.reference import Reference
-
-KNIFE_EDGE = 0.01
-"""Distance from a border of the cumulative distribution, within which BF16 sums in another order may fall
-on the other side: the last bit of a BF16 logit near 2 is 2^-7, that is 0.8% of a token's probability."""
 
 
 def _by_seed(prompts: tuple[Prompt, ...], batch: RolloutBatch) -> dict[int, list[int]]:
@@ -32,11 +27,8 @@ def _same_up_to_knife_edges(bench: Workbench, first: dict[int, list[int]], secon
         if a == b:
             continue
         at = next(i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1])
-        border = reference.cumulative(prefixes[seed] + a[:at])
-        draw = float(uniforms([seed], at + 1)[0, at])
-        low, high = sorted((a[at], b[at]))
-        assert abs(float(border[low]) - draw) < KNIFE_EDGE, f"seed {seed}, token {at}: {a} and {b}"
-        assert abs(float(border[high - 1]) - draw) < KNIFE_EDGE, f"seed {seed}, token {at}: {a} and {b}"
+        allowed = bench.rollout_engine.sampler(seed, at, reference.next_logprobs(prefixes[seed] + a[:at]))
+        assert allowed[a[at]] and allowed[b[at]], f"seed {seed}, token {at}: {a} and {b}"
         edges += 1
     return edges
 
@@ -89,14 +81,29 @@ def test_logprobs_are_those_of_the_sampled_temperature(rollouts: Workbench) -> N
     assert float((batch.logprobs - plain)[mask].abs().mean()) > 0.3
 
 
+def test_the_seed_draws_every_token_as_the_sampler_says(rollouts: Workbench) -> None:
+    batch, sampler = rollouts.batch("bf16"), rollouts.rollout_engine.sampler
+    with torch.no_grad():
+        logits = Reference(rollouts.model_dir, rollouts.payload("bf16")).logits(batch.tokens)
+    logprobs = logits.double().log_softmax(-1)
+    seeds = [seed for prompt in rollouts.prompts() for seed in prompt.seeds]
+    allowed = 0
+    for sample, seed in enumerate(seeds):
+        start = int(batch.prompt_lengths[sample])
+        for position, token in enumerate(batch.response(sample)):
+            tokens = sampler(seed, position, logprobs[sample, start + position - 1])
+            assert tokens[token], f"seed {seed}, token {position}"
+            allowed += int(tokens.sum())
+    assert allowed < 8 * len(seeds) * NEW_TOKENS, "of 128 tokens a draw must leave few, or it says nothing"
+
+
 def test_samples_follow_the_distribution(rollouts: Workbench) -> None:
     """First tokens of 2,000 seeds against the reference: total variation as of 2,000 true draws."""
     draws = 2000
     prompt = replace(rollouts.prompts()[0], seeds=tuple(range(draws)))
     batch = rollouts.rollout("bf16").generate(rollouts.request((prompt,), max_new_tokens=1))
     counts = torch.bincount(batch.tokens[:, len(prompt.token_ids)], minlength=VOCABULARY).double()
-    expected = Reference(rollouts.model_dir, rollouts.payload("bf16")).cumulative(list(prompt.token_ids))
-    expected = expected.diff(prepend=expected.new_zeros(1))
+    expected = Reference(rollouts.model_dir, rollouts.payload("bf16")).next_logprobs(list(prompt.token_ids)).exp()
     distance = 0.5 * float((counts / draws - expected).abs().sum())
     # E|count/n - p| is at most sqrt(p (1 - p) / n) for each token.
     bound = 0.5 * float((expected * (1 - expected) / draws).sqrt().sum())
