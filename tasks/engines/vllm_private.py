@@ -7,6 +7,7 @@ other kinds of kernels only. Nothing of vLLM is replaced.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +42,13 @@ def offer_cpu_block_kernel(kernel: type) -> None:
 
 
 def shut_down(llm: Any) -> None:
-    """Free what an engine of this process holds; Python's collector cannot (vLLM freezes its objects)."""
-    llm.llm_engine.engine_core.shutdown()
+    """Free weights and cache of an engine in this process.
+
+    vLLM's own shutdown also destroys the process's parallel groups, and with them every other engine here: a new one
+    may have been built before the old one is collected. Python's collector alone frees nothing: vLLM freezes the heap.
+    """
+    llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
+    gc.unfreeze()
 
 
 def cache_tokens(llm: Any) -> int:

@@ -70,14 +70,14 @@ def test_unknown_key(override: str, line: str) -> None:
         ("recipe=null", f"recipe = null: no such option; allowed: {RECIPES}"),
         ("recipe={name: x}", f'recipe = {{"name": "x"}}: no such option; allowed: {RECIPES}'),
         ("+storage=s4", "storage = s4: no such option; allowed: one of local, s3; did you mean s3?"),
-        ("rollout=vllm", "rollout = vllm: no such option; allowed: one of torch"),
+        ("rollout=sglang", "rollout = sglang: no such option; allowed: one of torch, vllm"),
         (
             "~recipe",
-            "~recipe = null: a key cannot be removed; allowed: ~ before data.parameters or storage.options only",
+            "~recipe = null: a key cannot be removed; allowed: ~ before data.parameters or rollout.engine_args or storage.options only",
         ),
         (
             "~steps",
-            "~steps = null: a key cannot be removed; allowed: ~ before data.parameters or storage.options only",
+            "~steps = null: a key cannot be removed; allowed: ~ before data.parameters or rollout.engine_args or storage.options only",
         ),
         (
             "steps=1,2",
