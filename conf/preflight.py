@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +32,7 @@ def preflight(config: RunConfig) -> None:
     Raises:
         ConfigError: with one line for every problem found.
     """
-    problems = [*_model_problems(config), *_data_problems(config)]
+    problems = [*_model_problems(config), *_data_problems(config), *_engine_problems(config)]
     if problems:
         raise ConfigError([str(problem) for problem in problems])
 
@@ -80,6 +81,13 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path.name}: not a JSON object")
     return content
+
+
+def _engine_problems(config: RunConfig) -> Iterator[Problem]:
+    """The workers of a local cluster run in this very environment; those of another cluster need not."""
+    if config.rollout.engine == "vllm" and config.cluster.kind == "local" and find_spec("vllm") is None:
+        allowed = "torch here; vLLM comes with the extra gpu, or engines-cpu (make engines builds .venv-engines)"
+        yield Problem("rollout.engine", "vllm", "vLLM is not installed in this environment", allowed)
 
 
 def _data_problems(config: RunConfig) -> Iterator[Problem]:

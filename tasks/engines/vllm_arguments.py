@@ -25,8 +25,8 @@ def engine_arguments(
     problems += _split_fusions(plan)
     if problems:
         raise EngineError("rollout=vllm cannot run this configuration:\n" + "\n".join(problems))
-    given = dict(settings.engine_args)
-    overrides = dict(given.pop("hf_overrides", {}))  # type: ignore[call-overload]
+    given: dict[str, Any] = dict(settings.engine_args)
+    overrides = dict(given.pop("hf_overrides", {}))
     quantization = _quantization(recipe, plan)
     if quantization is not None:
         overrides["quantization_config"] = quantization

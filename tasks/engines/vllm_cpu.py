@@ -75,9 +75,11 @@ class RoundingImpl(CPUAttentionBackendImpl):
     shrinks everything it touches. Codes given to it under a scale of 1 stay as they are.
     """
 
+    scale: float
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._softmax_scale = self.scale
+        self._softmax_scale: float = self.scale
         # With this vLLM's attention layer quantises the query itself, as before its FP8 kernels on GPUs.
         self.supports_quant_query_input = self.is_fp8_kv_cache and _option("quantize_query")
 

@@ -64,7 +64,7 @@ class LiveLinear:
     `parts`: (Hugging Face module name, its rows). `weight` as stored, empty where only a packed form is left.
     """
 
-    module: nn.Module
+    module: Any
     parts: tuple[tuple[str, int], ...]
     weight: Tensor
     scales: Tensor | None
@@ -77,25 +77,25 @@ class LiveLinear:
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns that share a scale."""
-        rows, columns = self.module.weight_block_size  # type: ignore[misc]
+        rows, columns = self.module.weight_block_size
         return int(rows), int(columns)
 
     @property
     def activation_group(self) -> int:
-        return int(self.module.quant_method.fp8_linear.quant_fp8.group_shape.col)  # type: ignore[union-attr]
+        return int(self.module.quant_method.fp8_linear.quant_fp8.group_shape.col)
 
     @property
     def power_of_two(self) -> bool:
         """Whether activations get power-of-two scales."""
-        return bool(self.module.quant_method.fp8_linear.quant_fp8.use_ue8m0)  # type: ignore[union-attr]
+        return bool(self.module.quant_method.fp8_linear.quant_fp8.use_ue8m0)
 
     @property
     def kernel(self) -> str:
-        return type(self.module.quant_method.fp8_linear).__name__  # type: ignore[union-attr]
+        return type(self.module.quant_method.fp8_linear).__name__
 
     def multiply(self, x: Tensor) -> Tensor:
         """The layer's own product `[tokens, in]` to `[tokens, out]`, without its bias."""
-        out: Tensor = self.module.quant_method.apply(self.module, x, None)  # type: ignore[union-attr]
+        out: Tensor = self.module.quant_method.apply(self.module, x, None)
         return out
 
 
@@ -121,7 +121,7 @@ class LiveTable:
     """An embedding or lm_head: its rows, and its product where it has one of its own packed weights."""
 
     name: str
-    module: nn.Module
+    module: Any
     weight: Tensor
 
     @property
@@ -130,7 +130,7 @@ class LiveTable:
         return hasattr(self.module, "cpu_linear")
 
     def multiply(self, x: Tensor) -> Tensor:
-        out: Tensor = self.module.quant_method.apply(self.module, x, None)  # type: ignore[union-attr]
+        out: Tensor = self.module.quant_method.apply(self.module, x, None)
         return out
 
 

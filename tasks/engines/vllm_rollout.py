@@ -6,7 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,8 @@ class VllmRolloutEngine:
         self._layers, self._vocabulary = int(config.num_hidden_layers), int(config.vocab_size)
         positions = int(config.max_position_embeddings)
         self._positions = min(positions, settings.max_model_len or positions)
-        on_cpu = bool(current_platform.is_cpu())
-        self._arguments = engine_arguments(model_dir, recipe, settings, plan, vllm_transfer.BACKEND, on_cpu)
+        self._on_cpu = bool(current_platform.is_cpu())
+        self._arguments = engine_arguments(model_dir, recipe, settings, plan, vllm_transfer.BACKEND, self._on_cpu)
         self._version: int | None = None
         self._llm: LLM | None = None
         self._release: Callable[[], object] = lambda: None
@@ -170,16 +170,22 @@ class VllmRolloutEngine:
         self._forget_prefixes()
         samples = [(prompt, seed) for prompt in request.prompts for seed in prompt.seeds]
         try:
-            outputs = self._live.generate(
-                [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in samples],
-                [_sampling(request, seed) for _, seed in samples],
-                use_tqdm=False,
-            )
+            with self._compilation():
+                outputs = self._live.generate(
+                    [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in samples],
+                    [_sampling(request, seed) for _, seed in samples],
+                    use_tqdm=False,
+                )
         except BaseException:
             # Requests may be left in flight; they would hold the cache and mix with the next ones.
             self._build()
             raise
         return _assemble([prompt for prompt, _ in samples], outputs, request.weight_version)
+
+    def _compilation(self) -> AbstractContextManager[object]:
+        """An eager engine on CPU compiles nothing, not even vLLM's small helpers, which would need a C++ compiler."""
+        eager = self._on_cpu and self._arguments["enforce_eager"]
+        return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
     def report(self) -> EngineReport:
         (read,) = self._live.collective_rpc("fp8_grpo_read_back")
@@ -212,13 +218,12 @@ class VllmRolloutEngine:
 
     def _problems(self, read: ReadBack) -> Iterator[str]:
         yield from read.problems
-        for attention in read.attentions:
+        # A BF16 cache has no scales; vLLM keeps numbers in their place that nothing reads.
+        for attention in read.attentions if self._recipe.kv.quantized else ():
             for part, value in attention.device.items():
                 if any(mirror != value for mirror in attention.mirrors[part]):
                     mirrors = ", ".join(map(str, attention.mirrors[part]))
                     yield f"layer {attention.layer} {part}: scale {value} on the device, {mirrors} on the host"
-                if not self._recipe.kv.quantized and value != 1.0:
-                    yield f"layer {attention.layer} {part}: scale {value} without an FP8 cache"
 
 
 def _scale_tensors(scales: Scales) -> dict[str, Tensor]:

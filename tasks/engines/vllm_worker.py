@@ -110,7 +110,7 @@ class ReadBackExtension:
             for name, part in _parts(linear, linear.weight):
                 read.hold(f"{name}.weight", part)
             return
-        width = int(linear.module.input_size)  # type: ignore[arg-type]
+        width = int(linear.module.input_size)
         live = linear.multiply(_identity(width, self.device)).t()
         for part_name, part in _parts(linear, live):
             name, values = f"{part_name}.weight", fingerprint(plain_values(part))

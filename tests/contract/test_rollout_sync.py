@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tasks.engines.plan import plan_run
+from tasks.engines.precision_plan import block_spec
 from tasks.engines.protocols import SyncError, SyncPayload, WeightVersionError
 from tasks.numerics.fingerprint import fingerprint
 from tests.contract.engines import KV_RECIPES, LAYERS, Workbench, linears_of
@@ -143,6 +144,8 @@ def test_the_report_is_what_the_recipe_says(rollouts: Workbench, recipe: str) ->
     assert report.quantized_linears == (linears_of(0, 1) if fp8_linears else ())
     assert report.linear_dtype == ("float8_e4m3fn" if fp8_linears else "bfloat16")
     assert report.kv_dtype == report.query_dtype == ("float8_e4m3fn" if fp8_cache else "bfloat16")
+    assert report.problems == ()
+    assert report.block_specs == ((block_spec(rollouts.recipe(recipe).rollout_linears),) if fp8_linears else ())
     assert report.scales == payload.kv_scales
     assert {layer for layer, _ in report.scales} == ({0, 1} if fp8_cache else set())
     assert report.fingerprints == payload.fingerprints

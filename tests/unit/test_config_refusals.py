@@ -20,6 +20,7 @@ ALGORITHM = (
 )
 RECIPES = "one of bf16, fp8_e2e, fp8_e2e_kv, fp8_rollout, fp8_rollout_kv"
 NAME = "letters, digits, `.`, `_`, `-`, no leading dot"
+REMOVABLE = "~ before data.parameters or rollout.engine_args or storage.options only"
 QUOTING = "a value with spaces or signs is quoted within the override: 'key=\"a value\"'"
 
 
@@ -73,11 +74,11 @@ def test_unknown_key(override: str, line: str) -> None:
         ("rollout=sglang", "rollout = sglang: no such option; allowed: one of torch, vllm"),
         (
             "~recipe",
-            "~recipe = null: a key cannot be removed; allowed: ~ before data.parameters or rollout.engine_args or storage.options only",
+            f"~recipe = null: a key cannot be removed; allowed: {REMOVABLE}",
         ),
         (
             "~steps",
-            "~steps = null: a key cannot be removed; allowed: ~ before data.parameters or rollout.engine_args or storage.options only",
+            f"~steps = null: a key cannot be removed; allowed: {REMOVABLE}",
         ),
         (
             "steps=1,2",

@@ -1,0 +1,201 @@
+"""What only the vLLM engine can get wrong: half a sync, a read-back that repeats the message, its own process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tasks.audit import AuditError, audit
+from tasks.engines.protocols import EngineError, Prompt, SyncError, SyncPayload, WeightVersionError
+from tests.contract.engines import ROLLOUT_ENGINES, TRAINER_ENGINES, Workbench, linears_of, make_model
+
+pytest.importorskip("vllm", reason="vLLM is not installed (extra engines-cpu)")
+
+from tasks.engines.vllm_rollout import VllmRolloutEngine
+from tasks.engines.vllm_transfer import InProcessTransfer, plain_values
+
+VLLM = next(engine for engine in ROLLOUT_ENGINES if engine.name == "vllm")
+RECIPE = "fp8_e2e_kv"
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    return Workbench(VLLM, TRAINER_ENGINES[0], make_model(tmp_path_factory.mktemp("vllm-model")))
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_afterwards() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def _engine(bench: Workbench, recipe: str, *overrides: str) -> VllmRolloutEngine:
+    engine = bench.rollout(recipe, *overrides)
+    assert isinstance(engine, VllmRolloutEngine)
+    return engine
+
+
+def _change(engine: VllmRolloutEngine, name: str, change: Any) -> None:
+    """Reach into the live model, as a bug would."""
+
+    def apply(model: torch.nn.Module) -> None:
+        change(model.get_submodule(name))
+
+    engine._live.apply_model(apply)
+
+
+def _audit(bench: Workbench, engine: VllmRolloutEngine, recipe: str) -> None:
+    payload = bench.payload(recipe)
+    sent = {"version": 0, "scales": payload.kv_scales, "fingerprints": payload.fingerprints}
+    audit(engine.report(), sent, bench.recipe(recipe), () if recipe == "bf16" else linears_of(0, 1))
+
+
+def test_a_failure_inside_vllm_leaves_a_dirty_engine_that_a_good_sync_mends(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, payload = _engine(bench, RECIPE), bench.payload(RECIPE)
+    before = engine.generate(bench.request())
+    receive = InProcessTransfer.receive_weights
+
+    def half(self: InProcessTransfer, update: Any) -> None:
+        names = list(update.tensors)
+        receive(self, replace(update, tensors={name: update.tensors[name] for name in names[: len(names) // 2]}))
+        raise RuntimeError("the line went dead")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcessTransfer, "receive_weights", half)
+        with pytest.raises(SyncError, match="during the sync of version 3: the line went dead"):
+            engine.load_weights(replace(payload, version=3))
+    assert engine.report().version is None
+    with pytest.raises(WeightVersionError, match="expects version 0, the engine holds None"):
+        engine.generate(bench.request())
+    engine.load_weights(payload)
+    _audit(bench, engine, RECIPE)
+    after = engine.generate(bench.request())
+    torch.testing.assert_close(after.logprobs, before.logprobs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_rollout_kv"])
+def test_an_honest_engine_passes_the_audit(bench: Workbench, recipe: str) -> None:
+    _audit(bench, _engine(bench, recipe), recipe)
+
+
+def _one_code(module: Any) -> None:
+    module.weight.data.view(torch.uint8)[3, 5] ^= 1
+
+
+def _one_block_scale(module: Any) -> None:
+    module.weight_scale_inv.data[0, 0] *= 1.5
+
+
+def _other_product(module: Any) -> None:
+    wrong = torch.zeros(module.output_size, module.input_size, dtype=torch.bfloat16)
+    module.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, wrong, bias)
+
+
+def _other_logits(module: Any) -> None:
+    module.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight + 1, bias)
+
+
+def _norm(module: Any) -> None:
+    module.weight.data[0] += 1
+
+
+def _device_scale(module: Any) -> None:
+    module._k_scale.fill_(1.0)
+
+
+def _host_scale(module: Any) -> None:
+    module._v_scale_float = 1.0
+
+
+LAYER = "model.layers.1"
+
+
+@pytest.mark.parametrize(
+    "recipe, name, change, message",
+    [
+        ("fp8_rollout", f"{LAYER}.self_attn.qkv_proj", _one_code, "self_attn.q_proj.weight: fingerprint"),
+        ("fp8_rollout", f"{LAYER}.mlp.gate_up_proj", _one_block_scale, "mlp.gate_proj.weight_scale_inv: fingerprint"),
+        ("bf16", f"{LAYER}.mlp.down_proj", _other_product, "down_proj.weight: the product does not use the weights"),
+        ("bf16", "model.embed_tokens", _other_logits, "logits do not come from the weights that are held"),
+        ("bf16", "model.norm", _norm, "model.norm.weight: fingerprint"),
+        ("fp8_rollout_kv", f"{LAYER}.self_attn.attn", _device_scale, "layer 1 k: scale 1.0 on the device"),
+        ("fp8_rollout_kv", f"{LAYER}.self_attn.attn", _host_scale, "layer 1 v: .* 1.0, .* on the host"),
+    ],
+)
+def test_what_the_live_model_really_holds_is_reported(
+    bench: Workbench, recipe: str, name: str, change: Any, message: str
+) -> None:
+    engine = _engine(bench, recipe)
+    _audit(bench, engine, recipe)
+    _change(engine, name, change)
+    with pytest.raises(AuditError, match=message):
+        _audit(bench, engine, recipe)
+
+
+def test_zeros_without_sign_are_the_only_freedom_of_a_packed_weight(bench: Workbench) -> None:
+    engine, payload, name = _engine(bench, "bf16"), bench.payload("bf16"), f"{LAYER}.mlp.up_proj.weight"
+    signed = payload.tensors[name].clone()
+    signed[0, :4] = torch.tensor([-0.0, 0.0, 1e-39, -1e-39])
+    engine.load_weights(replace(payload, tensors=payload.tensors | {name: signed}))
+    assert engine.report().problems == ()
+    assert plain_values(signed)[0, :4].view(torch.int16).tolist() == [0, 0, 0, 0]
+
+
+def test_a_cached_prompt_is_computed_anew_after_a_sync(tmp_path: Path) -> None:
+    """The prompt is longer than a block of the cache, which vLLM would find again by its token ids."""
+    bench = Workbench(VLLM, TRAINER_ENGINES[0], make_model(tmp_path, max_position_embeddings=512))
+    engine, payload = _engine(bench, "bf16"), bench.payload("bf16")
+    prompt = Prompt("long", tuple(7 + i % 90 for i in range(300)), (1, 2))
+    request = bench.request((prompt,), greedy=True)
+    before = engine.generate(request)
+    assert torch.equal(engine.generate(request).tokens, before.tokens)
+    name = f"{LAYER}.self_attn.v_proj.weight"
+    changed: SyncPayload = replace(payload, version=1, tensors=payload.tensors | {name: 2 * payload.tensors[name]})
+    engine.load_weights(changed)
+    after = engine.generate(replace(request, weight_version=1))
+    assert float((after.logprobs[:, 300] - before.logprobs[:, 300]).abs().min()) > 0.01
+    engine.load_weights(payload)
+    again = engine.generate(request)
+    torch.testing.assert_close(again.logprobs, before.logprobs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_engines_of_one_process_do_not_disturb_each_other(bench: Workbench) -> None:
+    first, second = _engine(bench, "bf16"), _engine(bench, RECIPE)
+    before = second.generate(bench.request())
+    first.close()
+    with pytest.raises(EngineError, match="was closed"):
+        first.load_weights(bench.payload("bf16"))
+    after = second.generate(bench.request())
+    torch.testing.assert_close(after.logprobs, before.logprobs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_building_an_engine_leaves_the_process_as_it_was(bench: Workbench) -> None:
+    preload, state = os.environ.get("LD_PRELOAD"), torch.get_rng_state()
+    _engine(bench, "bf16")
+    assert os.environ.get("LD_PRELOAD") == preload
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.set_num_threads(1)
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+    assert torch.get_num_threads() == 2
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused(bench: Workbench) -> None:
+    with pytest.raises(EngineError, match=r"temperature 0\.005: vLLM samples at 0\.01 and above"):
+        _engine(bench, "bf16").generate(bench.request(temperature=0.005))
+
+
+def test_the_largest_seed_is_a_seed(bench: Workbench) -> None:
+    engine = _engine(bench, "bf16")
+    prompt = replace(bench.prompts()[0], seeds=(2**64 - 1, 2**64 - 1, 2**63))
+    batch = engine.generate(bench.request((prompt,)))
+    assert batch.response(0) == batch.response(1) != batch.response(2)
