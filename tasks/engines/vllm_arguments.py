@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,25 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that vLLM keeps in one matrix, which has one precision."""
 
 
+@dataclass(frozen=True)
+class Model:
+    """What the arguments depend on: folder, plan, and the output rows of each linear layer by its name."""
+
+    folder: Path
+    plan: LinearPlan
+    rows: Mapping[str, int]
+
+
 def engine_arguments(
-    model_dir: Path, recipe: Recipe, settings: VllmRollout, plan: LinearPlan, transfer: str, on_cpu: bool
+    model: Model, recipe: Recipe, settings: VllmRollout, transfer: str, on_cpu: bool
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`; `transfer` names the weight-transfer backend.
 
-    Raises `EngineError` for a recipe that vLLM cannot run.
+    Raises `EngineError` for a recipe that vLLM cannot run with this model.
     """
+    plan = model.plan
     problems = [str(problem) for problem in vllm_problems(settings, recipe)]
-    problems += _split_fusions(plan)
+    problems += [*_split_fusions(plan), *_split_blocks(model, recipe.rollout_linears.weight_block[0])]
     if problems:
         raise EngineError("rollout=vllm cannot run this configuration:\n" + "\n".join(problems))
     given: dict[str, Any] = dict(settings.engine_args)
@@ -37,7 +49,7 @@ def engine_arguments(
         **_placement(settings, on_cpu),
         **given,
         # From here on what no argument of the user can change (the configuration refuses to try).
-        "model": str(model_dir),
+        "model": str(model.folder),
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "dtype": "bfloat16",
@@ -98,4 +110,17 @@ def _split_fusions(plan: LinearPlan) -> list[str]:
                     f"{name} stays BF16 while {', '.join(others)} is FP8; vLLM keeps them in one matrix; "
                     "allowed: recipe.rollout_linears.exclude with all of them or none"
                 )
+    return problems
+
+
+def _split_blocks(model: Model, block: int) -> list[str]:
+    """Fused layers whose parts would meet inside a block of scales."""
+    problems = []
+    for name in model.plan.quantized:
+        kind = name.rpartition(".")[2]
+        if any(kind in group[:-1] for group in _FUSED) and model.rows[name] % block:
+            problems.append(
+                f"{name}: {model.rows[name]} rows, and vLLM needs a multiple of {block} (recipe.rollout_linears."
+                "weight_block) where it keeps several layers in one matrix; allowed: a BF16 recipe, or rollout=torch"
+            )
     return problems

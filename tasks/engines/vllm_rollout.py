@@ -38,7 +38,7 @@ from tasks.engines.protocols import (
     WeightVersionError,
 )
 from tasks.engines.rollout_checks import Held, check_payload, check_request
-from tasks.engines.vllm_arguments import engine_arguments
+from tasks.engines.vllm_arguments import Model, engine_arguments
 from tasks.engines.vllm_worker import ReadBack
 from tasks.numerics.fp8_linear import BlockSpec
 from tasks.numerics.kv_scales import Scales
@@ -75,6 +75,10 @@ def _shape_model(model_dir: Path) -> nn.Module:
     return model
 
 
+def _rows(model: nn.Module) -> dict[str, int]:
+    return {name: module.out_features for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
 def _expected(model: nn.Module, quantized: tuple[str, ...], block: tuple[int, int]) -> dict[str, Held]:
     """What a sync has to bring."""
     held = {name: Held(tuple(p.shape), torch.bfloat16) for name, p in model.named_parameters()}
@@ -102,7 +106,8 @@ class VllmRolloutEngine:
         positions = int(config.max_position_embeddings)
         self._positions = min(positions, settings.max_model_len or positions)
         self._on_cpu = bool(current_platform.is_cpu())
-        self._arguments = engine_arguments(model_dir, recipe, settings, plan, vllm_transfer.BACKEND, self._on_cpu)
+        model = Model(model_dir, plan, _rows(shapes))
+        self._arguments = engine_arguments(model, recipe, settings, vllm_transfer.BACKEND, self._on_cpu)
         self._version: int | None = None
         self._llm: LLM | None = None
         self._release: Callable[[], object] = lambda: None

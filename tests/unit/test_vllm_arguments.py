@@ -1,0 +1,164 @@
+"""Arguments of vLLM's engine from recipe and settings, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.compose import ConfigError, compose
+from conf.preflight import preflight
+from conf.schema import VllmRollout
+from tasks.engines.plan import shape_model
+from tasks.engines.precision_plan import LinearPlan, plan_linears
+from tasks.engines.protocols import EngineError
+from tasks.engines.vllm_arguments import Model, engine_arguments
+from tests.contract.engines import linears_of
+
+
+def _arguments(*overrides: str, on_cpu: bool = True, rows: int = 256) -> dict[str, Any]:
+    config = compose(["rollout=vllm", *overrides])
+    assert isinstance(config.rollout, VllmRollout)
+    plan = plan_linears(shape_model(config), config.recipe.rollout_linears)
+    model = Model(Path("model"), plan, {name: rows for name in (*plan.quantized, *plan.kept)})
+    return engine_arguments(model, config.recipe, config.rollout, "backend", on_cpu)
+
+
+def _problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose(["rollout=vllm", *overrides])
+    return list(caught.value.problems)
+
+
+def test_the_full_recipe() -> None:
+    arguments = _arguments("recipe=fp8_e2e_kv")
+    assert arguments["hf_overrides"] == {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head"],
+        }
+    }
+    assert arguments["kv_cache_dtype"] == "fp8"
+    assert arguments["additional_config"] == {"fp8_grpo": {"power_of_two": False, "quantize_query": True}}
+    assert arguments["logprobs_mode"] == "processed_logprobs"
+    assert (arguments["dtype"], arguments["load_format"]) == ("bfloat16", "dummy")
+    assert arguments["max_num_seqs"] == 512 and arguments["kv_cache_memory_bytes"] == 268435456
+    assert "gpu_memory_utilization" not in arguments
+
+
+def test_bf16_asks_for_no_quantisation() -> None:
+    arguments = _arguments("recipe=bf16")
+    assert arguments["hf_overrides"] == {}
+    assert arguments["kv_cache_dtype"] == "auto"
+
+
+def test_an_fp8_cache_beside_bf16_linears_still_gets_a_place_for_its_scales() -> None:
+    arguments = _arguments("recipe=fp8_rollout_kv", "recipe.rollout_linears.format=bf16")
+    kept = arguments["hf_overrides"]["quantization_config"]["modules_to_not_convert"]
+    assert set(kept) == {*linears_of(0, 1), "lm_head"}
+
+
+def test_kept_layers_are_named_exactly() -> None:
+    arguments = _arguments("recipe=fp8_rollout", "recipe.rollout_linears.keep_first_layers=1")
+    kept = arguments["hf_overrides"]["quantization_config"]["modules_to_not_convert"]
+    assert set(kept) == {*linears_of(0), "lm_head"}
+
+
+@pytest.mark.parametrize(
+    "eager, on_cpu, expected", [("null", True, True), ("null", False, False), ("false", True, False)]
+)
+def test_graphs_are_off_on_cpu_unless_asked_for(eager: str, on_cpu: bool, expected: bool) -> None:
+    assert _arguments(f"rollout.enforce_eager={eager}", on_cpu=on_cpu)["enforce_eager"] is expected
+
+
+def test_a_key_of_the_user_wins() -> None:
+    arguments = _arguments(
+        "rollout.engine_args.seed=7",
+        "rollout.engine_args.max_num_batched_tokens=1024",
+        "rollout.engine_args.kv_cache_dtype=fp8_e4m3",
+        "rollout.engine_args.hf_overrides.rope_theta=5000.0",
+        "rollout.gpu_memory_utilization=0.4",
+        "rollout.kv_cache_memory_bytes=null",
+    )
+    assert (arguments["seed"], arguments["max_num_batched_tokens"]) == (7, 1024)
+    assert arguments["kv_cache_dtype"] == "fp8_e4m3"
+    assert arguments["hf_overrides"]["rope_theta"] == 5000.0
+    assert arguments["hf_overrides"]["quantization_config"]["quant_method"] == "fp8"
+    assert arguments["gpu_memory_utilization"] == 0.4 and "kv_cache_memory_bytes" not in arguments
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        (
+            ["rollout.engine_args.dtype=float16"],
+            "rollout.engine_args.dtype = float16: is not free: compute is BF16 in every recipe; "
+            "allowed: leaving it out",
+        ),
+        (
+            ["rollout.engine_args.max_num_seqs=4"],
+            "rollout.engine_args.max_num_seqs = 4: has a key of its own; allowed: rollout.batch_size=4",
+        ),
+        (
+            ["recipe=bf16", "rollout.engine_args.kv_cache_dtype=fp8"],
+            "rollout.engine_args.kv_cache_dtype = fp8: contradicts recipe.kv.dtype bf16; allowed: auto or bfloat16",
+        ),
+        (
+            ["rollout.engine_args.hf_overrides.quantization_config=null"],
+            "rollout.engine_args.hf_overrides.quantization_config = null: is not free: the recipe; "
+            "allowed: leaving it out",
+        ),
+        (
+            ["rollout.gpu_memory_utilization=0.5"],
+            "rollout.kv_cache_memory_bytes = 268435456: gpu_memory_utilization is 0.5, and exactly one of the two sets "
+            "the memory; allowed: bytes with gpu_memory_utilization=null, or null with a share of the memory",
+        ),
+        (
+            ["recipe.calibration.granularity=head"],
+            "recipe.calibration.granularity = head: rollout=vllm takes one scale a layer; "
+            "allowed: layer, or rollout=torch",
+        ),
+        (
+            ["recipe.rollout_linears.scaling=channel"],
+            "recipe.rollout_linears.scaling = channel: rollout=vllm runs FP8 linears in blocks only; allowed: block",
+        ),
+        (
+            ["recipe.rollout_linears.activation_group=64"],
+            "recipe.rollout_linears.weight_block = [128, 128]: vLLM takes one size for both sides of a block and the "
+            "activation group (64); allowed: [128, 128] with activation_group 128",
+        ),
+    ],
+)
+def test_what_contradicts_the_recipe_is_refused(overrides: list[str], line: str) -> None:
+    assert _problems(*overrides) == [line]
+
+
+def test_parts_of_one_matrix_have_one_precision() -> None:
+    kept = "model.layers.0.self_attn.k_proj"
+    with pytest.raises(EngineError, match=r"k_proj stays BF16 while .*q_proj, .*v_proj is FP8"):
+        _arguments(f"recipe.rollout_linears.exclude=[{kept}]")
+
+
+def test_parts_of_one_matrix_fill_whole_blocks() -> None:
+    with pytest.raises(EngineError, match=r"q_proj: 192 rows, and vLLM needs a multiple of 128"):
+        _arguments(rows=192)
+    assert _arguments("recipe=bf16", rows=192)["hf_overrides"] == {}
+
+
+def test_a_missing_vllm_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conf.preflight.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"rollout.engine = vllm: vLLM is not installed in this environment"):
+        preflight(compose(["rollout=vllm"]))
+    preflight(compose(["rollout=torch"]))
+
+
+def test_an_empty_plan_is_none_of_its_business() -> None:
+    config = compose(["rollout=vllm", "recipe=bf16"])
+    assert isinstance(config.rollout, VllmRollout)
+    model = Model(Path("model"), LinearPlan((), ("lm_head",)), {"lm_head": 128})
+    assert engine_arguments(model, config.recipe, config.rollout, "backend", True)["weight_transfer_config"] == {
+        "backend": "backend"
+    }
