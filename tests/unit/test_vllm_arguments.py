@@ -117,6 +117,11 @@ def test_a_key_of_the_user_wins() -> None:
             "the memory; allowed: bytes with gpu_memory_utilization=null, or null with a share of the memory",
         ),
         (
+            ["rollout.tensor_parallel_size=2"],
+            "rollout.tensor_parallel_size = 2: the engine runs in the one process that receives the weights; "
+            "allowed: 1",
+        ),
+        (
             ["recipe.calibration.granularity=head"],
             "recipe.calibration.granularity = head: rollout=vllm takes one scale a layer; "
             "allowed: layer, or rollout=torch",
