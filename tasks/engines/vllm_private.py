@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import vllm
 from torch import Tensor, nn
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
@@ -189,8 +188,3 @@ def attentions(model: nn.Module) -> Iterator[LiveAttention]:
             query_dtype="float8_e4m3fn" if query else str(module.dtype).removeprefix("torch."),
             backend=type(module.impl).__name__,
         )
-
-
-def default_dtype_is(dtype: torch.dtype, model: nn.Module) -> bool:
-    """Whether all attention layers compute in `dtype`."""
-    return all(m.dtype == dtype for m in model.modules() if isinstance(m, Attention))
