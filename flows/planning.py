@@ -9,13 +9,16 @@ import yaml
 from conf.compose import digest, resolved
 from conf.schema import Algorithm, Correction, LinearPrecision, RunConfig
 from tasks.engines.plan import EnginePlan, RunPlan
+from tasks.engines.precision_plan import block_spec
 
 
 def describe(config: RunConfig, plan: RunPlan) -> str:
     """Resolved configuration (YAML) and plan, as text."""
     recipe, a, optimizer = config.recipe, config.algorithm, config.trainer.optimizer
     kv = f"{recipe.kv.dtype}, query {'e4m3' if recipe.kv.quantize_query else 'bf16'}"
-    scales = f"calibrated each step, margin {recipe.calibration.margin}" if recipe.calibration.enabled else "none"
+    calibration = recipe.calibration
+    scales = f"a {calibration.granularity}, calibrated each step, margin {calibration.margin}"
+    scales = scales if calibration.enabled else "none"
     lines = [
         yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True).rstrip(),
         "",
@@ -44,10 +47,9 @@ def _linears(plan: EnginePlan, precision: LinearPrecision) -> str:
         return f"all {len(plan.linears.kept)} linears bf16"
     kinds = Counter(name.rpartition(".")[2] for name in plan.linears.quantized)
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    rows, columns = precision.weight_block
     return (
-        f"{len(plan.linears.quantized)} linears {precision.format} ({named}; weights {rows}x{columns}, activations "
-        f"1x{precision.activation_group}, {precision.scale} scales); bf16: {', '.join(plan.linears.kept) or 'none'}"
+        f"{len(plan.linears.quantized)} linears {precision.format} ({named}; {block_spec(precision).describe()}); "
+        f"bf16: {', '.join(plan.linears.kept) or 'none'}"
     )
 
 

@@ -16,20 +16,21 @@ from tasks.engines.precision_plan import block_spec, plan_linears, scale_name
 from tasks.engines.protocols import EngineError, EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
 from tasks.engines.step_inputs import LossLedger, StepInputs, objective_of, prepare_step, score_metrics
 from tasks.engines.torch_attention import scale_heads
-from tasks.engines.torch_linears import Fp8TrainingLinear
+from tasks.engines.torch_linears import Fp8TrainingLinear, advance_delayed, delayed_state, load_delayed_state
 from tasks.engines.torch_models import forward_hidden, loaded_model, weights
 from tasks.engines.torch_optimizer import build_optimizer
 from tasks.engines.torch_policy import TorchPolicy
 from tasks.numerics.calibration import CalibrationError, CalibrationObserver, Scales
 from tasks.numerics.fingerprint import fingerprint
-from tasks.numerics.fp8 import quantize_weight
+from tasks.numerics.fp8 import quantize_weight_as
 from tasks.numerics.kv_scales import scale_faults, scales_from_json, scales_to_json
 from tasks.numerics.loss import policy_loss
 from tasks.numerics.token_sample import sample_tokens
 
 log = logging.getLogger(__name__)
 
-_WEIGHTS, _OPTIMIZER, _STATE = "weights.safetensors", "optimizer.safetensors", "trainer.json"
+_WEIGHTS, _OPTIMIZER, _AMAX = "weights.safetensors", "optimizer.safetensors", "amax.safetensors"
+_STATE = "trainer.json"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class TorchTrainerEngine:
         tensors: dict[str, Tensor] = {}
         for name, weight in weights(model).items():
             if name in quantized:
-                q = quantize_weight(name, weight, spec.weight, spec.power_of_two)
+                q = quantize_weight_as(name, weight, spec.weight_format)
                 tensors[name], tensors[scale_name(name)] = q.codes, q.scales
             else:
                 tensors[name] = weight.clone()
@@ -102,6 +103,7 @@ class TorchTrainerEngine:
             for rows in update.split(spec.trainer.micro_batch_size):
                 self._accumulate(batch.tokens[rows], step, rows, reference, ledger)
             outcome = self._optimizer.step()
+            advance_delayed(self._policy.model)
             norms.append(outcome.grad_norm)
             rate = outcome.learning_rate
             clipped += outcome.clipped_weights
@@ -175,6 +177,7 @@ class TorchTrainerEngine:
     def save(self, directory: Path) -> None:
         save_file({n: t.contiguous() for n, t in self._optimizer.weights().items()}, directory / _WEIGHTS)
         save_file(self._optimizer.state_tensors(), directory / _OPTIMIZER)
+        save_file(delayed_state(self._policy.model), directory / _AMAX)
         state = {
             "version": self._version,
             "updates": self._optimizer.updates,
@@ -184,11 +187,12 @@ class TorchTrainerEngine:
         (directory / _STATE).write_text(json.dumps(state, indent=1, sort_keys=True))
 
     def load(self, directory: Path) -> None:
-        absent = [name for name in (_WEIGHTS, _OPTIMIZER, _STATE) if not (directory / name).is_file()]
+        absent = [name for name in (_WEIGHTS, _OPTIMIZER, _AMAX, _STATE) if not (directory / name).is_file()]
         if absent:
             raise EngineError(f"{directory} is no checkpoint of this engine: it lacks {', '.join(absent)}")
         state = json.loads((directory / _STATE).read_text())
         scales = self._written_scales(directory, state["scales"])
+        load_delayed_state(self._policy.model, load_file(directory / _AMAX))
         self._optimizer.load(load_file(directory / _WEIGHTS), load_file(directory / _OPTIMIZER), state["updates"])
         self._version, self._scales = state["version"], scales
 
