@@ -89,9 +89,10 @@ class Stepper:
         """Publish the state after `step` steps."""
         s = self._s
         meta = checkpoint_meta(s.config, s.mlflow_run_id(), self._model_dir, self._inputs, self._sampler.drawn)
-        journal = s.record.journal.path.read_bytes()
+        records = (s.record.journal.path, s.top_tokens.path)
+        files = {path.name: path.read_bytes() for path in records if path.exists()}
         keep = s.config.storage.keep_last
-        return checkpoint(s.engines, s.storage_target, s.identity.name, step, journal, meta, keep)
+        return checkpoint(s.engines, s.storage_target, s.identity.name, step, files, meta, keep)
 
 
 def _merge(parts: list[dict[str, float]], train_tokens: float) -> dict[str, float]:
