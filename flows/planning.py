@@ -27,8 +27,8 @@ def describe(config: RunConfig, plan: RunPlan) -> str:
         f"  rollout engine   {config.rollout.engine}: {_linears(plan.rollout, recipe.rollout_linears)}",
         f"  KV cache         {kv}; scales {scales}; {plan.kv_bytes_per_token:,} bytes a token",
         f"  trainer engine   {config.trainer.engine}: {_linears(plan.training, recipe.training_linears)}",
-        f"  algorithm        {a.name}: {_objective(a)}",
-        f"  correction       {config.correction.name}: {_correction(config.correction)}",
+        f"  algorithm        {a.name}: {objective_line(a)}",
+        f"  correction       {config.correction.name}: {correction_line(config.correction)}",
         f"  memory           rollout weights {_mb(plan.rollout.weight_bytes)}, trainer compute copy "
         f"{_mb(plan.training.weight_bytes)}, optimiser (weights {optimizer.weights}, state {optimizer.state}) "
         f"{_mb(plan.optimizer_bytes)}, fp32 gradients {_mb(plan.gradient_bytes)}, KL reference "
@@ -55,7 +55,7 @@ def _linears(plan: EnginePlan, precision: LinearPrecision) -> str:
     )
 
 
-def _objective(a: Algorithm) -> str:
+def objective_line(a: Algorithm) -> str:
     """The objective in a line, as its keys say it."""
     ratio = (
         "no ratio" if a.surrogate == "reinforce" else f"{a.ratio} ratio in [{1 - a.clip_low:g}, {1 + a.clip_high:g}]"
@@ -76,7 +76,7 @@ def _objective(a: Algorithm) -> str:
     return ", ".join(parts)
 
 
-def _correction(c: Correction) -> str:
+def correction_line(c: Correction) -> str:
     """The correction in a line: weight with its bounds on train / rollout, and each rule."""
     cap = "no bound" if c.cap is None else f"{c.cap:g}"
     bounded = c.cap is not None or c.lower > 0

@@ -149,6 +149,8 @@ def _writer(config: RunConfig, identity: RunIdentity, folder: Path, journal: Jou
     known = None if identity.manifest is None else identity.manifest.meta["mlflow_run_id"]
     tags = {
         "recipe": config.recipe.name,
+        "algorithm": config.algorithm.name,
+        "correction": config.correction.name,
         "engine.rollout": config.rollout.engine,
         "engine.trainer": config.trainer.engine,
         "model": config.model.name,

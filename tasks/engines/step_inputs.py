@@ -134,19 +134,19 @@ def prepare_step(
 
 
 class LossLedger:
-    """Adds up what micro-batches report into the metrics of a step."""
+    """Adds up what micro-batches report into the metrics of a step; `entropy`: whether the loss has such a term."""
 
-    def __init__(self) -> None:
+    def __init__(self, entropy: bool) -> None:
         # All names from the start: a step without any token reports 0, not nothing.
-        self._sums = {"loss/policy": 0.0, "loss/kl": 0.0, "loss/entropy": 0.0}
+        self._sums = {"loss/policy": 0.0, "loss/kl": 0.0} | ({"loss/entropy": 0.0} if entropy else {})
         self._counts = {"policy/clipped_fraction": 0.0, "policy/kl_to_old": 0.0, "policy/ratio_mean": 0.0}
         self._maxima = {"policy/ratio_max": 0.0}
 
     def add(self, sums: dict[str, float], counts: dict[str, float], maxima: dict[str, float]) -> None:
         """Take in the outputs of one micro-batch (`LossOutputs`)."""
         for total, part in ((self._sums, sums), (self._counts, counts)):
-            for name, value in part.items():
-                total[name] += value
+            for name in total:
+                total[name] += part[name]
         for name, value in maxima.items():
             self._maxima[name] = max(self._maxima[name], value)
 

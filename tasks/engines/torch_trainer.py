@@ -108,7 +108,7 @@ class TorchTrainerEngine:
         spec = self._spec
         limit = spec.rollout.max_new_tokens
         step = prepare_step(batch, logprobs, advantages, spec.algorithm, spec.correction, limit)
-        ledger, norms, skipped, empty, clipped = LossLedger(), [], 0, 0, 0
+        ledger, norms, skipped, empty, clipped = LossLedger(spec.algorithm.entropy_coef > 0), [], 0, 0, 0
         rate = self._optimizer.learning_rate
         updates = self._batches(batch)
         for update in updates:

@@ -199,8 +199,8 @@ def product_shrinkage(p: Tensor, q: Tensor, mask: Tensor) -> dict[str, float]:
 def product_warning(metrics: Mapping[str, float], correction: Correction) -> str | None:
     """A warning when `correction` uses products of token ratios and length alone has moved them; else None.
 
-    `metrics` holds those of `product_shrinkage`. The tokens agree (median geometric mean in [0.9, 1.1]) while the median
-    product is below 0.5 or above 2.
+    `metrics` holds those of `product_shrinkage`. The tokens agree (median geometric mean in [0.9, 1.1]) while the
+    median product is below 0.5 or above 2.
     """
     rules = any(rule.statistic == "k1" and rule.level == "sequence_sum" for rule in correction.rejection)
     if correction.weighting.level != "sequence" and not rules:

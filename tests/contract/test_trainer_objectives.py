@@ -136,7 +136,7 @@ def test_a_continued_run_needs_the_reference_that_it_started_with(trainers: Work
     (tmp_path / "state").mkdir()
     trainers.trainer("bf16", *options).save(tmp_path / "state")
     other = build_trainer(trainers.config("bf16", *options), make_model(tmp_path / "other", seed=1))
-    with pytest.raises(EngineError, match="reference policy was .* needs the model that it started from"):
+    with pytest.raises(EngineError, match=r"reference policy was .* needs the model that it started from"):
         other.load(tmp_path / "state")
 
 

@@ -81,8 +81,8 @@ def problems(overrides: list[str]) -> list[str]:
         ),
         (
             ["correction.rejection=[{statistic:k1,level:token,lower:1.0e-310}]"],
-            "correction.rejection[0].lower = 1e-310: outside of what k1 can be bounded by; allowed: a number in (0, 1), "
-            "or null",
+            "correction.rejection[0].lower = 1e-310: outside of what k1 can be bounded by; allowed: a number in "
+            "(0, 1), or null",
         ),
         (
             ["correction.outside=mask", "correction.cap=null"],
