@@ -20,6 +20,9 @@ from rich.table import Table
 
 from flows.record import PHASES
 
+_EVERY_LINE = 10
+"""A run of up to so many steps prints a line for each."""
+
 
 class Console:
     """Progress and results of one run. On a terminal one live display; elsewhere a line for each event."""
@@ -68,7 +71,9 @@ class Console:
             f"reward {metrics['reward/mean']:.3f}  mismatch {metrics['mismatch/token_mult_prob_error']:.4f}  "
             f"step {metrics['time/step_s']:.2f} s"
         )
-        self.advance("train", step, total, note, line=step == 1 or step % 5 == 0 or step == total)
+        self.advance(
+            "train", step, total, note, line=total <= _EVERY_LINE or step == 1 or step % 5 == 0 or step == total
+        )
 
     def closing(self, recipe: str, summary: Mapping[str, float | None]) -> None:
         """The closing table."""
@@ -94,6 +99,7 @@ def closing_rows(summary: Mapping[str, float | None]) -> list[tuple[str, str]]:
         ("eval accuracy on a BF16 rollout engine, after", show("accuracy_bf16", ".3f")),
         ("mismatch: token mult. prob. error, median", show("mismatch_median", ".5f")),
         ("mismatch: token mult. prob. error, max", show("mismatch_max", ".5f")),
+        ("tokens rejected by the correction, median share", show("rejected_median", ".3f")),
         ("step, median s", show("time/step_s", ".3f")),
     ]
     rows += [(f"  {phase}, median s", show(f"time/{phase}_s", ".3f")) for phase in PHASES]

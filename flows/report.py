@@ -46,6 +46,7 @@ def summarize(journal: Journal) -> dict[str, float | None]:
         "accuracy_bf16": bf16[-1][1] if bf16 else None,
         "mismatch_median": statistics.median(mismatch) if mismatch else None,
         "mismatch_max": max(mismatch) if mismatch else None,
+        "rejected_median": _median(entries, "importance/rejected_fraction"),
         "memory/peak_gb": max(peaks) if peaks else None,
     }
     names = ["time/step_s", *(f"time/{phase}_s" for phase in PHASES)]

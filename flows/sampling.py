@@ -55,8 +55,11 @@ class Sampler:
         informative = 0
         while len(rollouts) < limit and informative < algorithm.prompts_per_step:
             examples = self._draw(seen)
-            if not examples:
+            if not examples and len(seen) == len(self._dataset.train):
                 break
+            if not examples:
+                # Where one epoch ends and the next begins, a draw may hold nothing new.
+                continue
             rollouts.append(rollout(self._engines, self._request(step, examples)))
             graded.append(self._grade(rollouts[-1]["batch"], examples))
             informative += int((~zero_variance(graded[-1]["rewards"])).sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ from flows.console import Console
 from flows.environment import tracking_uri
 from flows.identity import RunIdentity, identify
 from flows.record import Record
-from flows.top_tokens import TopTokens
+from flows.top_tokens import TOP_TOKENS, TopTokens
 from infra.journal import Journal
 from infra.mlflow_writer import MlflowWriter
 from infra.provenance import git_commit
@@ -56,7 +57,7 @@ class Session:
         self.grader = grader
         self.console = console
         self.start_step = identity.start_step
-        self.top_tokens = TopTokens(folder / "top_tokens.jsonl")
+        self.top_tokens = TopTokens(folder / TOP_TOKENS)
 
     @property
     def storage_target(self) -> tuple[str, dict[str, Any]]:
@@ -93,7 +94,7 @@ def open_session(
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         journal = stack.enter_context(Journal(folder / "journal.jsonl"))
         journal.claim()
-        _take_over_journal(config, identity, journal)
+        _take_over_records(config, identity, journal)
         loading = pool.submit(load_dataset, config.data)
         stack.enter_context(ray_cluster(config.cluster, namespace=f"fp8-grpo-{identity.name}"))
         engines = _start_actors(config, f"fp8-grpo-{flow_run_id}-{run_count}")
@@ -115,14 +116,19 @@ def _set_aside(folder: Path) -> None:
         folder.rename(folder.with_name(f"{folder.name}.abandoned-{secrets.token_hex(3)}"))
 
 
-def _take_over_journal(config: RunConfig, identity: RunIdentity, journal: Journal) -> None:
-    """Where the local journal lacks steps of the checkpoint, complete it from the copy that travelled with it."""
+def _take_over_records(config: RunConfig, identity: RunIdentity, journal: Journal) -> None:
+    """Where the local journal lacks steps of the checkpoint, complete it from the copy that travelled with it.
+
+    The file of top tokens comes along.
+    """
     if identity.manifest is None or (len(journal) and _knows(journal, identity.start_step)):
         return
     with TemporaryDirectory(prefix="fp8-grpo-journal-") as folder:
         target = Path(folder) / "checkpoint"
         CheckpointStore(*storage_target(config)).fetch(identity.manifest, target)
         journal.import_copy(target / "journal.jsonl")
+        if (target / TOP_TOKENS).exists():
+            shutil.copyfile(target / TOP_TOKENS, journal.path.with_name(TOP_TOKENS))
 
 
 def _knows(journal: Journal, step: int) -> bool:
@@ -143,6 +149,8 @@ def _writer(config: RunConfig, identity: RunIdentity, folder: Path, journal: Jou
     known = None if identity.manifest is None else identity.manifest.meta["mlflow_run_id"]
     tags = {
         "recipe": config.recipe.name,
+        "algorithm": config.algorithm.name,
+        "correction": config.correction.name,
         "engine.rollout": config.rollout.engine,
         "engine.trainer": config.trainer.engine,
         "model": config.model.name,

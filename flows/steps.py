@@ -20,6 +20,9 @@ from tasks.score import score
 from tasks.sync import sync
 from tasks.train import train
 
+_MUCH_REJECTED = 0.5
+"""Share of rejected tokens above which a run says so, once."""
+
 
 def high_precision_rollout(recipe: Recipe) -> Recipe:
     """The recipe with a BF16 rollout side and an unchanged training side."""
@@ -38,7 +41,7 @@ class Stepper:
         self._expected_linears = expected_linears
         self._recipe = session.config.recipe
         self._sampler = Sampler(session.engines, session.dataset, session.grader, codec, session.config, drawn)
-        self._warned = False
+        self._warned: set[str] = set()
         # Once a run: a model folder can hold many gigabytes.
         self._inputs = input_digests(session.config)
 
@@ -56,15 +59,23 @@ class Stepper:
         return metrics
 
     def _warn(self, step: int, metrics: dict[str, float]) -> None:
-        if metrics["optim/skipped_steps"] or metrics["optim/empty_updates"]:
-            self._s.console.say(
-                f"warning, step {step}: {metrics['optim/skipped_steps']:.0f} updates skipped for a gradient that is "
-                f"not finite, {metrics['optim/empty_updates']:.0f} for want of a token that was not rejected"
-            )
-        warning = product_warning(metrics, correction_of(self._s.config.correction))
-        if warning is not None and not self._warned:
-            self._warned = True
-            self._s.console.say(f"warning, step {step}: {warning}")
+        updates, correction = self._s.config.algorithm.updates_per_step, self._s.config.correction
+        found: list[tuple[str, str]] = []
+        if skipped := metrics["optim/skipped_steps"]:
+            text = f"{skipped:.0f} of {updates} updates skipped: the gradient is not finite"
+            found.append((f"skipped {step}", text))
+        if empty := metrics["optim/empty_updates"]:
+            reason = f"correction={correction.name} rejected every token, or all responses were filtered"
+            found.append((f"empty {step}", f"{empty:.0f} of {updates} updates left out: {reason}"))
+        if metrics["importance/rejected_fraction"] > _MUCH_REJECTED:
+            share = f"{metrics['importance/rejected_fraction']:.0%} of the tokens"
+            found.append(("rejected", f"correction={correction.name} rejects {share} (correction.rejection, outside)"))
+        if (drift := product_warning(metrics, correction_of(correction))) is not None:
+            found.append(("product", drift))
+        for kind, text in found:
+            if kind not in self._warned:
+                self._warned.add(kind)
+                self._s.console.say(f"warning, step {step}: {text}")
 
     def _sync(self) -> dict[str, float]:
         metrics = sync(self._s.engines, self._recipe, self._expected_linears)
@@ -89,9 +100,10 @@ class Stepper:
         """Publish the state after `step` steps."""
         s = self._s
         meta = checkpoint_meta(s.config, s.mlflow_run_id(), self._model_dir, self._inputs, self._sampler.drawn)
-        journal = s.record.journal.path.read_bytes()
+        records = (s.record.journal.path, s.top_tokens.path)
+        files = {path.name: path.read_bytes() for path in records if path.exists()}
         keep = s.config.storage.keep_last
-        return checkpoint(s.engines, s.storage_target, s.identity.name, step, journal, meta, keep)
+        return checkpoint(s.engines, s.storage_target, s.identity.name, step, files, meta, keep)
 
 
 def _merge(parts: list[dict[str, float]], train_tokens: float) -> dict[str, float]:

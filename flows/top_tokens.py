@@ -9,6 +9,8 @@ from pathlib import Path
 from tasks.data.tokens import TextCodec
 from tasks.numerics.mismatch_detail import TokenOffence
 
+TOP_TOKENS = "top_tokens.jsonl"
+
 
 class TopTokens:
     """Appends one line a step. A step that is computed again after a resume is not written twice."""
@@ -22,7 +24,7 @@ class TopTokens:
         if not offenders or step <= self._last:
             return
         tokens = [vars(o) | {"text": codec.token_text(o.token_id)} for o in offenders]
-        with self.path.open("a", encoding="utf-8") as stream:
+        with self.path.open("a", encoding="utf-8", newline="\n") as stream:
             stream.write(json.dumps({"step": step, "tokens": tokens}, ensure_ascii=False) + "\n")
         self._last = step
 
@@ -31,8 +33,8 @@ def _last_step(path: Path) -> int:
     """Number of the last whole line; a line that a crash cut short is removed."""
     if not path.exists():
         return 0
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-        path.write_text("".join(lines), encoding="utf-8")
+    # Tokens may hold any separator that splitlines() knows; JSON leaves only the line feed to the file.
+    *lines, rest = path.read_text(encoding="utf-8").split("\n")
+    if rest:
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return max((int(json.loads(line)["step"]) for line in lines), default=0)

@@ -13,6 +13,7 @@ from conf.compose import compose
 from conf.schema import RunConfig
 from flows.console import Console
 from flows.inputs import check_inputs, check_prompts
+from flows.planning import correction_line, objective_line
 from flows.report import summarize, write_report
 from flows.session import Session, find_run, open_session
 from flows.steps import Stepper
@@ -124,7 +125,8 @@ def _report(session: Session) -> dict[str, float | None]:
     config, journal = session.config, session.record.journal
     facts = {
         "recipe": config.recipe.name,
-        "algorithm, correction": f"{config.algorithm.name}, {config.correction.name}",
+        "algorithm": f"{config.algorithm.name}: {objective_line(config.algorithm)}",
+        "correction": f"{config.correction.name}: {correction_line(config.correction)}",
         "model": config.model.name,
         "engines": f"rollout {config.rollout.engine}, trainer {config.trainer.engine}",
         "steps, seed": f"{config.steps}, {config.seed}",

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from conf.schema import Cluster
 
@@ -28,7 +28,7 @@ def ray_cluster(cluster: Cluster, namespace: str) -> Iterator[None]:
     _check_reachable(cluster)
     try:
         ray.init(**_arguments(cluster, namespace))
-    except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray raises bare Exception for a node that does not come up in time.
         where = cluster.address if cluster.kind == "existing" else f"a local Ray with {cluster.num_cpus} CPU slots"
         raise ClusterError(f"cluster.kind={cluster.kind}: could not connect to {where}: {error}") from error
     try:

@@ -16,12 +16,15 @@ def checkpoint(
     target: tuple[str, dict[str, Any]],
     run: str,
     step: int,
-    journal: bytes,
+    files: dict[str, bytes],
     meta: dict[str, Any],
     keep_last: int,
 ) -> dict[str, float]:
-    """Publish to `target` (url, options) from the trainer's own process, then prune. Returns `time/checkpoint_s`."""
+    """Publish the engine's state and `files` to `target` (url, options) from the trainer's own process, then prune.
+
+    Returns `time/checkpoint_s`.
+    """
     with stopwatch() as watch:
-        wait("checkpoint", engines.trainer.save.remote(target, run, step, {"journal.jsonl": journal}, meta))
+        wait("checkpoint", engines.trainer.save.remote(target, run, step, files, meta))
         CheckpointStore(*target).prune(run, keep_last)
     return {"time/checkpoint_s": watch.seconds}

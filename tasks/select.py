@@ -19,7 +19,7 @@ from tasks.numerics.advantage import AdvantageSettings, advantages, zero_varianc
 
 @dataclass(frozen=True)
 class Choice:
-    """Groups of each generation batch, in order; `filled` of them carry no gradient."""
+    """Groups of each generation batch, in order; in `filled` of them the verifier's rewards are all equal."""
 
     groups: tuple[Tensor, ...]
     filled: int
@@ -64,14 +64,14 @@ def select(batch_refs: list[ObjectRef], graded: list[dict[str, Any]], algorithm:
 def selection(graded: list[dict[str, Any]], algorithm: Algorithm) -> tuple[Choice, Tensor]:
     """The groups to train on and the advantage of each of their samples, fp64 `[samples]`.
 
-    `PhaseError` where too few groups carry a gradient and `dynamic_sampling.when_exhausted` is fail.
+    `PhaseError` where too few groups have rewards that differ and `dynamic_sampling.when_exhausted` is fail.
     """
     settings, wanted = algorithm.dynamic_sampling, algorithm.prompts_per_step
     choice = choose_groups([g["rewards"] for g in graded], wanted, settings.enabled)
     if choice.filled and settings.when_exhausted == "fail":
         raise PhaseError(
-            f"dynamic sampling: {wanted - choice.filled} of the {wanted} groups that a step needs carry a gradient "
-            f"after {len(graded)} generation batches (algorithm.dynamic_sampling.max_generation_batches = "
+            f"dynamic sampling: {wanted - choice.filled} of the {wanted} groups that a step needs have rewards that "
+            f"differ after {len(graded)} generation batches (algorithm.dynamic_sampling.max_generation_batches = "
             f"{settings.max_generation_batches}); allowed: more batches, other data, or when_exhausted=fill"
         )
     shaped = torch.cat([g["shaped"][chosen] for g, chosen in zip(graded, choice.groups, strict=True)])

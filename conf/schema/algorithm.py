@@ -10,7 +10,7 @@ from conf.schema.base import Problem, Refusal, Section
 
 
 class DynamicSampling(Section):
-    """Sample until every group of a step carries a gradient (DAPO, arXiv:2503.14476, section 3.2)."""
+    """Sample until the verifier's rewards differ in every group of a step (DAPO, arXiv:2503.14476, section 3.2)."""
 
     enabled: bool = False
     """Whether groups whose unshaped rewards are all equal are replaced by groups of further prompts."""
@@ -19,7 +19,7 @@ class DynamicSampling(Section):
     """Batches of prompts_per_step prompts that a step may sample, at most (batches, >= 1)."""
 
     when_exhausted: Literal["fill", "fail"] = "fill"
-    """After the last batch: fill the step with groups of equal rewards, which carry no gradient, or fail the run."""
+    """After the last batch: fill the step with groups of equal verifier rewards, or fail the run."""
 
 
 class Overlong(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -46,7 +47,8 @@ class RejectionRule(Section):
         if statistic in ("k2", "k3"):
             raise Refusal(Problem("lower", value, f"{statistic} is 0 at agreement and has no lower bound", "null"))
         low, high = (0.0, 1.0) if statistic == _RATIO_STATISTIC else (-1.0, 0.0)
-        if not (low < value < high or (statistic == "probability" and value == low)):
+        least = sys.float_info.min if statistic == _RATIO_STATISTIC else low
+        if not least <= value < high:
             wrong, form = f"outside of what {statistic} can be bounded by", "(0, 1)" if high == 1.0 else "[-1, 0)"
             raise Refusal(Problem("lower", value, wrong, f"a number in {form}, or null"))
         return value
@@ -104,6 +106,8 @@ class Correction(Section):
     @field_validator("outside")
     @classmethod
     def _mask_has_a_bound(cls, value: str, info: ValidationInfo) -> str:
+        if value == "mask" and info.data.get("weight") == "none":
+            raise Refusal(Problem("outside", value, "weight none has no bound to be beyond", "truncate, or a weight"))
         if value == "mask" and info.data.get("cap", 0) is None and info.data.get("lower") == 0.0:
             raise Refusal(
                 Problem("outside", value, "there is no bound to be beyond", "truncate, or mask with cap or lower")

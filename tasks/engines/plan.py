@@ -29,7 +29,8 @@ class EnginePlan:
 class RunPlan:
     """`kv_bytes_per_token`: cache of one token over all layers.
 
-    `optimizer_bytes`: fp32 masters (if any), moments and Kahan compensation; `gradient_bytes`: fp32 accumulators.
+    `optimizer_bytes`: fp32 masters (if any), moments and Kahan compensation; `gradient_bytes`: fp32 accumulators;
+    `reference_bytes`: the frozen BF16 policy of a KL term.
     """
 
     parameters: int
@@ -39,6 +40,7 @@ class RunPlan:
     kv_bytes_per_token: int
     optimizer_bytes: int
     gradient_bytes: int
+    reference_bytes: int
     optimizer_updates: int
 
 
@@ -114,5 +116,6 @@ def plan_run(config: RunConfig) -> RunPlan:
         kv_bytes_per_token=2 * shape.layers * shape.kv_heads * shape.head_dim * (1 if recipe.kv.quantized else 2),
         optimizer_bytes=optimizer.master + optimizer.state,
         gradient_bytes=optimizer.gradients,
+        reference_bytes=2 * parameters if config.algorithm.kl_coef > 0 else 0,
         optimizer_updates=config.steps * config.algorithm.updates_per_step,
     )

@@ -101,10 +101,10 @@ class RolloutBatch:
 class SyncPayload:
     """Weights of one version as the recipe's rollout side holds them.
 
-    `tensors` by Hugging Face name: BF16, or for a quantised linear E4M3 codes under `*.weight` and fp32
-    block scales under `*.weight_scale_inv` (decode scales). `kv_scales` for every layer and q, k, v: a number,
-    or at head granularity a tuple with one for each KV head; empty without FP8 KV. `fingerprints` of every
-    tensor as sent.
+    `tensors` by Hugging Face name: BF16, or for a quantised linear E4M3 codes under `*.weight` and their decode
+    scales (fp32, or E8M0 in mxfp8) under `*.weight_scale_inv`. `kv_scales` for every layer and q, k, v: a
+    number, or at head granularity a tuple with one for each KV head; empty without FP8 KV. `fingerprints` of
+    every tensor as sent.
     """
 
     version: int

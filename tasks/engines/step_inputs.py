@@ -57,12 +57,20 @@ def score_metrics(batch: RolloutBatch, logprobs: Tensor, correction: CorrectionC
     )
 
 
+def update_batches(samples: int, updates: int, micro_batch: int) -> tuple[tuple[Tensor, ...], ...]:
+    """Row numbers of each micro-batch of each optimiser update.
+
+    Scoring goes through the same batches: under per-tensor scaling a token's value depends on what it is computed
+    with, and the policy ratio must be 1 before the first update.
+    """
+    return tuple(rows.split(micro_batch) for rows in torch.arange(samples).chunk(updates))
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """Everything about a step's loss that is known before its first update.
 
-    `kept` bool, `weights`, `coefficients` fp32, `advantages` fp32, `old` p: `[samples, width]`. `updates`: row
-    numbers of each optimiser update, in order.
+    `kept` bool, `weights`, `coefficients` fp32, `advantages` fp32, `old` p: `[samples, width]`.
     """
 
     kept: Tensor
@@ -70,7 +78,6 @@ class StepInputs:
     coefficients: Tensor
     advantages: Tensor
     old: Tensor
-    updates: tuple[Tensor, ...]
     metrics: dict[str, float]
 
     def loss_inputs(
@@ -113,39 +120,40 @@ def prepare_step(
     corrected = correct(logprobs, batch.logprobs, valid, advantages, correction_of(correction))
     counted = corrected.kept if correction.denominator == "kept" else valid
     length = algorithm.normalization_length or length_limit
-    updates = torch.arange(valid.shape[0]).chunk(algorithm.updates_per_step)
-    parts = [loss_coefficients(counted[rows], algorithm.normalization, length) for rows in updates]
+    parts = [
+        loss_coefficients(part, algorithm.normalization, length) for part in counted.chunk(algorithm.updates_per_step)
+    ]
     return StepInputs(
         kept=corrected.kept,
         weights=corrected.weights,
         coefficients=torch.cat(parts),
         advantages=advantages.to(torch.float32).unsqueeze(1).expand(valid.shape),
         old=logprobs,
-        updates=tuple(updates),
         metrics=corrected.metrics,
     )
 
 
 class LossLedger:
-    """Adds up what micro-batches report into the metrics of a step."""
+    """Adds up what micro-batches report into the metrics of a step; `entropy`: whether the loss has such a term."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, float] = {}
-        self._maxima: dict[str, float] = {}
+    def __init__(self, entropy: bool) -> None:
+        # All names from the start: a step without any token reports 0, not nothing.
+        self._sums = {"loss/policy": 0.0, "loss/kl": 0.0} | ({"loss/entropy": 0.0} if entropy else {})
+        self._counts = {"policy/clipped_fraction": 0.0, "policy/kl_to_old": 0.0, "policy/ratio_mean": 0.0}
+        self._maxima = {"policy/ratio_max": 0.0}
 
     def add(self, sums: dict[str, float], counts: dict[str, float], maxima: dict[str, float]) -> None:
         """Take in the outputs of one micro-batch (`LossOutputs`)."""
         for total, part in ((self._sums, sums), (self._counts, counts)):
-            for name, value in part.items():
-                total[name] = total.get(name, 0.0) + value
+            for name in total:
+                total[name] += part[name]
         for name, value in maxima.items():
-            self._maxima[name] = max(self._maxima.get(name, value), value)
+            self._maxima[name] = max(self._maxima[name], value)
 
     def metrics(self, updates: int, tokens: int) -> dict[str, float]:
-        """Losses averaged over `updates`; counts divided by the `tokens` that took part; 0 without any."""
+        """Losses averaged over the `updates` that had tokens; counts divided by those `tokens`; 0 without any."""
         return (
-            {name: value / updates for name, value in self._sums.items()}
+            {name: value / max(1, updates) for name, value in self._sums.items()}
             | {name: value / max(1, tokens) for name, value in self._counts.items()}
             | self._maxima
         )

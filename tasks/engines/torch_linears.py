@@ -94,6 +94,14 @@ def advance_delayed(model: nn.Module) -> None:
         scales.pending.zero_()
 
 
+def share_delayed(source: nn.Module, target: nn.Module) -> None:
+    """Let the layers of `target` quantise with the histories of `source`'s layers of the same names."""
+    for name, scales in _delayed(source):
+        layer = target.get_submodule(name)
+        for part, tensor in _parts(scales):
+            layer.register_buffer(part, tensor, persistent=False)
+
+
 def delayed_state(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all amax histories, fp32, as `<layer>.amax_history` and `<layer>.amax_pending`; maybe empty."""
     state: dict[str, Tensor] = {}

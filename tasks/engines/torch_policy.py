@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -45,11 +46,14 @@ class TorchPolicy:
         return selected, token_entropy(logits, self._temperature) if entropy else None
 
     @torch.no_grad()
-    def score(self, batch: RolloutBatch, micro_batch: int) -> tuple[Tensor, float]:
-        """Log-probabilities `[samples, width]`, NaN off the response, and the mean entropy of the response tokens."""
+    def score(self, batch: RolloutBatch, parts: Iterable[Tensor]) -> tuple[Tensor, float]:
+        """Log-probabilities `[samples, width]`, NaN off the response, and the mean entropy of the response tokens.
+
+        `parts`: row numbers of each forward pass.
+        """
         mask = batch.response_mask()
         logprobs, entropies = torch.full(mask.shape, float("nan")), []
-        for rows in torch.arange(mask.shape[0]).split(micro_batch):
+        for rows in parts:
             valid = mask[rows]
             part = torch.full(valid.shape, float("nan"))
             part[valid], entropy = self.evaluate(batch.tokens[rows], valid, entropy=True)

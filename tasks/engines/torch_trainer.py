@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -14,22 +16,29 @@ from torch import Tensor
 from conf.schema import Algorithm, Correction, Recipe, Rollout, Trainer
 from tasks.engines.precision_plan import block_spec, plan_linears, scale_name
 from tasks.engines.protocols import EngineError, EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
-from tasks.engines.step_inputs import LossLedger, StepInputs, objective_of, prepare_step, score_metrics
+from tasks.engines.step_inputs import LossLedger, StepInputs, objective_of, prepare_step, score_metrics, update_batches
 from tasks.engines.torch_attention import scale_heads
-from tasks.engines.torch_linears import Fp8TrainingLinear
+from tasks.engines.torch_linears import (
+    Fp8TrainingLinear,
+    advance_delayed,
+    delayed_state,
+    load_delayed_state,
+    share_delayed,
+)
 from tasks.engines.torch_models import forward_hidden, loaded_model, weights
 from tasks.engines.torch_optimizer import build_optimizer
 from tasks.engines.torch_policy import TorchPolicy
 from tasks.numerics.calibration import CalibrationError, CalibrationObserver, Scales
-from tasks.numerics.fingerprint import fingerprint
-from tasks.numerics.fp8 import quantize_weight
+from tasks.numerics.fingerprint import combine, fingerprint
+from tasks.numerics.fp8 import quantize_weight_as
 from tasks.numerics.kv_scales import scale_faults, scales_from_json, scales_to_json
 from tasks.numerics.loss import policy_loss
 from tasks.numerics.token_sample import sample_tokens
 
 log = logging.getLogger(__name__)
 
-_WEIGHTS, _OPTIMIZER, _STATE = "weights.safetensors", "optimizer.safetensors", "trainer.json"
+_WEIGHTS, _OPTIMIZER, _AMAX = "weights.safetensors", "optimizer.safetensors", "amax.safetensors"
+_STATE = "trainer.json"
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,11 @@ class TorchTrainerEngine:
         # The reference is the starting policy as this recipe trains it; without a KL term there is none.
         wanted = spec.algorithm.kl_coef > 0
         self._reference = TorchPolicy(model_dir, spec.recipe, spec.rollout.temperature).freeze() if wanted else None
+        self._reference_print: str | None = None
+        if self._reference is not None:
+            # Quantised as the policy is at the same moment: at equal weights the KL is exactly 0.
+            share_delayed(self._policy.model, self._reference.model)
+            self._reference_print = combine({n: fingerprint(t) for n, t in weights(self._reference.model).items()})
         self._scales: Scales = {}
         self._version = 0
 
@@ -74,15 +88,19 @@ class TorchTrainerEngine:
         tensors: dict[str, Tensor] = {}
         for name, weight in weights(model).items():
             if name in quantized:
-                q = quantize_weight(name, weight, spec.weight, spec.power_of_two)
+                q = quantize_weight_as(name, weight, spec.weight_format)
                 tensors[name], tensors[scale_name(name)] = q.codes, q.scales
             else:
                 tensors[name] = weight.clone()
         scales = dict(self._scales) if recipe.kv.quantized else {}
         return SyncPayload(self._version, tensors, scales, {n: fingerprint(t) for n, t in tensors.items()})
 
+    def _batches(self, batch: RolloutBatch) -> tuple[tuple[Tensor, ...], ...]:
+        samples = batch.tokens.shape[0]
+        return update_batches(samples, self._spec.algorithm.updates_per_step, self._spec.trainer.micro_batch_size)
+
     def score(self, batch: RolloutBatch) -> Scores:
-        logprobs, entropy = self._policy.score(batch, self._spec.trainer.micro_batch_size)
+        logprobs, entropy = self._policy.score(batch, chain(*self._batches(batch)))
         metrics = score_metrics(batch, logprobs, self._spec.correction)
         return Scores(logprobs, metrics | {"policy/entropy": entropy})
 
@@ -90,18 +108,19 @@ class TorchTrainerEngine:
         spec = self._spec
         limit = spec.rollout.max_new_tokens
         step = prepare_step(batch, logprobs, advantages, spec.algorithm, spec.correction, limit)
-        reference = None
-        if self._reference is not None:
-            reference, _ = self._reference.score(batch, spec.trainer.micro_batch_size)
-        ledger, norms, skipped, empty, clipped = LossLedger(), [], 0, 0, 0
+        ledger, norms, skipped, empty, clipped = LossLedger(spec.algorithm.entropy_coef > 0), [], 0, 0, 0
         rate = self._optimizer.learning_rate
-        for update in step.updates:
-            if not bool(step.kept[update].any()):
+        updates = self._batches(batch)
+        for update in updates:
+            if not bool(step.kept[torch.cat(update)].any()):
                 empty += 1
                 continue
-            for rows in update.split(spec.trainer.micro_batch_size):
+            # Scored here, not once for all: under delayed scaling the scales move with each update.
+            reference = None if self._reference is None else self._reference.score(batch, update)[0]
+            for rows in update:
                 self._accumulate(batch.tokens[rows], step, rows, reference, ledger)
             outcome = self._optimizer.step()
+            advance_delayed(self._policy.model)
             norms.append(outcome.grad_norm)
             rate = outcome.learning_rate
             clipped += outcome.clipped_weights
@@ -111,9 +130,9 @@ class TorchTrainerEngine:
         self._version += 1
         return (
             step.metrics
-            | ledger.metrics(len(step.updates), int(step.kept.sum()))
+            | ledger.metrics(len(updates) - empty, int(step.kept.sum()))
             | {
-                "optim/grad_norm": sum(norms) / len(norms) if norms else 0.0,
+                "optim/grad_norm": _mean_norm(norms),
                 "optim/lr": rate,
                 "optim/skipped_steps": float(skipped),
                 "optim/empty_updates": float(empty),
@@ -175,8 +194,10 @@ class TorchTrainerEngine:
     def save(self, directory: Path) -> None:
         save_file({n: t.contiguous() for n, t in self._optimizer.weights().items()}, directory / _WEIGHTS)
         save_file(self._optimizer.state_tensors(), directory / _OPTIMIZER)
+        save_file(delayed_state(self._policy.model), directory / _AMAX)
         state = {
             "version": self._version,
+            "reference": self._reference_print,
             "updates": self._optimizer.updates,
             # float.hex keeps every bit and cannot be rounded by a JSON reader.
             "scales": scales_to_json(self._scales),
@@ -184,11 +205,17 @@ class TorchTrainerEngine:
         (directory / _STATE).write_text(json.dumps(state, indent=1, sort_keys=True))
 
     def load(self, directory: Path) -> None:
-        absent = [name for name in (_WEIGHTS, _OPTIMIZER, _STATE) if not (directory / name).is_file()]
+        absent = [name for name in (_WEIGHTS, _OPTIMIZER, _AMAX, _STATE) if not (directory / name).is_file()]
         if absent:
             raise EngineError(f"{directory} is no checkpoint of this engine: it lacks {', '.join(absent)}")
         state = json.loads((directory / _STATE).read_text())
+        if state["reference"] != self._reference_print:
+            raise EngineError(
+                f"{directory}: the KL term's reference policy was {state['reference']}, and the starting weights here "
+                f"are {self._reference_print}: a continued run needs the model that it started from"
+            )
         scales = self._written_scales(directory, state["scales"])
+        load_delayed_state(self._policy.model, load_file(directory / _AMAX))
         self._optimizer.load(load_file(directory / _WEIGHTS), load_file(directory / _OPTIMIZER), state["updates"])
         self._version, self._scales = state["version"], scales
 
@@ -202,3 +229,9 @@ class TorchTrainerEngine:
         if faults:
             raise EngineError(f"{directory}: the Q/K/V scales do not fit this model and recipe: {faults[0]}")
         return scales
+
+
+def _mean_norm(norms: list[float]) -> float:
+    """Mean of the finite norms, so that one skipped update does not hide the others; 0 for no update at all."""
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    return sum(finite) / len(finite) if finite else math.fsum(norms[:1])

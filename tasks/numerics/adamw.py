@@ -87,7 +87,8 @@ def clip_weights_(weight: Tensor, limit: float, compensation: Tensor | None = No
 
     With a compensation the bound holds for weight + compensation, and a clipped weight's compensation becomes 0.
     """
-    bound = largest_within(limit, weight.dtype).to(weight.device)
+    # BF16 also for wider weights: the copy that is computed with must not round to above the limit.
+    bound = largest_within(limit, torch.bfloat16).to(weight.device, weight.dtype)
     if compensation is None:
         outside = weight.abs() > bound
     else:

@@ -22,7 +22,7 @@ from tasks.numerics.rejection import MaskedRatios, RejectionRule, kept_by, maske
 WeightLevel = Literal["none", "token", "sequence", "geometric"]
 Outside = Literal["truncate", "mask"]
 
-GEOMETRIC_MEAN = "importance/sequence_geometric_mean"
+GEOMETRIC_MEDIAN = "importance/sequence_geometric_median"
 PRODUCT_MEDIAN = "importance/sequence_product_median"
 
 
@@ -179,8 +179,8 @@ def _rule_metrics(ratios: MaskedRatios, rules: tuple[RejectionRule, ...], by_rul
 def product_shrinkage(p: Tensor, q: Tensor, mask: Tensor) -> dict[str, float]:
     """How products of token ratios compare with their geometric means, over sequences with valid tokens.
 
-    `importance/sequence_geometric_mean`: mean of e^(mean d); `importance/sequence_product_median`: median (mean
-    of the middle two) of e^(sum d); both with the clamps of `Weighting`. The expected log-product is -L times
+    Medians (mean of the middle two) of e^(mean d), `importance/sequence_geometric_median`, and of e^(sum d),
+    `importance/sequence_product_median`; both with the clamps of `Weighting`. The expected log-product is -L times
     the KL divergence from rollout to trainer per token, so at equal quality it falls with the length L.
     Shapes and errors as in `correct`; 0 without a valid token.
     """
@@ -189,24 +189,27 @@ def product_shrinkage(p: Tensor, q: Tensor, mask: Tensor) -> dict[str, float]:
     geometric = torch.exp(_log_weights(ratios, "geometric"))[present]
     product = torch.exp(_log_weights(ratios, "sequence"))[present]
     if not product.numel():
-        return {GEOMETRIC_MEAN: 0.0, PRODUCT_MEDIAN: 0.0}
-    return {GEOMETRIC_MEAN: float(geometric.mean()), PRODUCT_MEDIAN: float(torch.quantile(product, 0.5))}
+        return {GEOMETRIC_MEDIAN: 0.0, PRODUCT_MEDIAN: 0.0}
+    return {
+        GEOMETRIC_MEDIAN: float(torch.quantile(geometric, 0.5)),
+        PRODUCT_MEDIAN: float(torch.quantile(product, 0.5)),
+    }
 
 
 def product_warning(metrics: Mapping[str, float], correction: Correction) -> str | None:
     """A warning when `correction` uses products of token ratios and length alone has moved them; else None.
 
-    `metrics` holds those of `product_shrinkage`. The tokens agree (geometric mean in [0.9, 1.1]) while the median
-    product is below 0.5 or above 2.
+    `metrics` holds those of `product_shrinkage`. The tokens agree (median geometric mean in [0.9, 1.1]) while the
+    median product is below 0.5 or above 2.
     """
     rules = any(rule.statistic == "k1" and rule.level == "sequence_sum" for rule in correction.rejection)
     if correction.weighting.level != "sequence" and not rules:
         return None
-    geometric, product = metrics[GEOMETRIC_MEAN], metrics[PRODUCT_MEDIAN]
+    geometric, product = metrics[GEOMETRIC_MEDIAN], metrics[PRODUCT_MEDIAN]
     if not 0.9 <= geometric <= 1.1 or 0.5 <= product <= 2.0:
         return None
     return (
-        f"tokens agree (geometric mean of train/rollout {geometric:.6g}), but the median product over a response "
-        f"is {product:.3g}: products drift with length, so this correction measures length, not disagreement. "
+        f"tokens agree (median geometric mean of train/rollout {geometric:.6g}), but the median product over a "
+        f"response is {product:.3g}: products drift with length, so this correction measures length, not disagreement. "
         "Use a geometric or token level weight, and sequence_mean in place of sequence_sum rejection."
     )

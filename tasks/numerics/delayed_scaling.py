@@ -13,9 +13,9 @@ is abs(x) - largest / encode there.
 Three choices differ, each for a reason that a GRPO step has:
 
 - One entry an optimiser update, the maximum over its micro-batches, instead of one a forward pass. Scoring before
-  the update, and all its micro-batches, then use the same scales, so that splitting a batch changes nothing.
+  the update, and all its micro-batches, then use the same scales. (Not in the first update: see the next choice.)
 - Without history the tensor's own amax counts, where Transformer Engine starts at scale 1: weights of a
-  few hundredths would vanish at the first scoring.
+  few hundredths would vanish at the first scoring. Until the first update its micro-batches thus scale for themselves.
 - A tensor that holds inf or NaN now decodes to NaN as a whole, as in every other format; it does not saturate.
 
 Workers that share a layer merge `pending` by an elementwise maximum before `push`.

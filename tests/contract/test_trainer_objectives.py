@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from conf.compose import CONFIG_DIR
 from conf.overrides import groups
-from tasks.engines.protocols import RolloutBatch, TrainerEngine
-from tests.contract.engines import Workbench, advantages
+from tasks.engines.protocols import EngineError, RolloutBatch, TrainerEngine
+from tasks.engines.registry import build_trainer
+from tests.contract.engines import Workbench, advantages, make_model
 
 ALGORITHMS, CORRECTIONS = groups(CONFIG_DIR)["algorithm"], groups(CONFIG_DIR)["correction"]
 
@@ -79,6 +81,7 @@ def test_a_step_without_a_kept_token_leaves_the_weights_and_says_so(trainers: Wo
     assert metrics["importance/rejected_fraction"] == 1.0
     assert metrics["optim/empty_updates"] == 1.0
     assert trainer.report().fingerprints == before and trainer.version == 1
+    assert metrics["loss/policy"] == metrics["policy/ratio_max"] == metrics["optim/grad_norm"] == 0.0
 
 
 def test_the_denominator_key_scales_the_loss_by_what_is_kept(trainers: Workbench) -> None:
@@ -107,6 +110,34 @@ def test_overlong_filtering_leaves_truncated_samples_out(trainers: Workbench) ->
     alone = plain.train(rest, p[6:], torch.full((6,), 1.0))
     assert filtered["loss/policy"] == pytest.approx(alone["loss/policy"], rel=1e-6)
     assert filtered["optim/grad_norm"] == pytest.approx(alone["optim/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "tensor_delayed"])
+def test_scores_and_updates_see_the_same_batches(trainers: Workbench, scaling: str) -> None:
+    """Under per-tensor scaling a token's value depends on its batch: the ratio before the first update is 1 still."""
+    options = (
+        f"recipe.training_linears.scaling={scaling}",
+        "recipe.rollout_linears.scaling=tensor",
+        "algorithm.updates_per_step=2",
+        "algorithm.kl_coef=0.1",
+        "trainer.optimizer.learning_rate=1e-30",
+    )
+    trainer, batch = trainers.trainer("fp8_e2e", *options), trainers.batch("fp8_e2e")
+    for _ in range(3):
+        metrics = trainer.train(batch, trainer.score(batch).logprobs, advantages())
+        if scaling == "tensor":
+            assert metrics["policy/ratio_max"] == 1.0 and metrics["policy/clipped_fraction"] == 0.0
+        # The reference is quantised as the policy is, by the same histories: equal weights, no KL.
+        assert metrics["loss/kl"] == 0.0
+
+
+def test_a_continued_run_needs_the_reference_that_it_started_with(trainers: Workbench, tmp_path: Path) -> None:
+    options = ("algorithm.kl_coef=0.1",)
+    (tmp_path / "state").mkdir()
+    trainers.trainer("bf16", *options).save(tmp_path / "state")
+    other = build_trainer(trainers.config("bf16", *options), make_model(tmp_path / "other", seed=1))
+    with pytest.raises(EngineError, match=r"reference policy was .* needs the model that it started from"):
+        other.load(tmp_path / "state")
 
 
 UNUSED = {

@@ -76,6 +76,15 @@ def problems(overrides: list[str]) -> list[str]:
             "algorithm.overlong.buffer = 9: exceeds rollout.max_new_tokens 8; allowed: an integer from 1 to 8, or null",
         ),
         (
+            ["recipe=bf16", "correction.weight=none", "correction.outside=mask"],
+            "correction.outside = mask: weight none has no bound to be beyond; allowed: truncate, or a weight",
+        ),
+        (
+            ["correction.rejection=[{statistic:k1,level:token,lower:1.0e-310}]"],
+            "correction.rejection[0].lower = 1e-310: outside of what k1 can be bounded by; allowed: a number in "
+            "(0, 1), or null",
+        ),
+        (
             ["correction.outside=mask", "correction.cap=null"],
             "correction.outside = mask: there is no bound to be beyond; allowed: truncate, or mask with cap or lower",
         ),

@@ -11,7 +11,7 @@ from conf.problems import ConfigError
 from conf.schema import RunConfig
 from flows.identity import checkpoint_meta, identify
 from flows.inputs import input_digests
-from flows.session import _set_aside, _take_over_journal
+from flows.session import _set_aside, _take_over_records
 from infra.journal import Journal, JournalError
 from infra.store import CheckpointStore
 
@@ -121,7 +121,7 @@ def test_a_local_journal_is_completed_from_the_checkpoint(
     with Journal(tmp_path / "local.jsonl") as journal:
         for step in range(1, local_steps + 1):
             journal.append("step", step, {"reward/mean": step / 10}, time_ms=step)
-        _take_over_journal(config, identify(config, store), journal)
+        _take_over_records(config, identify(config, store), journal)
         assert [entry.step for entry in journal.entries()] == list(range(1, max(4, local_steps) + 1))
 
 

@@ -327,16 +327,21 @@ def shrinkage(d: list[list[float]]) -> dict[str, float]:
 def test_shrinkage_by_hand() -> None:
     d = [[0.1, 0.3], [-1.0], [0.5, 0.5, 0.5], [], [0.0]]
     got = shrinkage(d)
-    assert got["importance/sequence_geometric_mean"] == pytest.approx(
-        (math.exp(0.2) + math.exp(-1.0) + math.exp(0.5) + 1.0) / 4
-    )
+    # Geometric means e^0.2, e^-1, e^0.5, 1: the middle two are 1 and e^0.2.
+    assert got["importance/sequence_geometric_median"] == pytest.approx((1 + math.exp(0.2)) / 2)
     # Products e^0.4, e^-1, e^1.5, 1: the middle two are 1 and e^0.4.
     assert got["importance/sequence_product_median"] == pytest.approx((1 + math.exp(0.4)) / 2)
     assert shrinkage(d[:3])["importance/sequence_product_median"] == pytest.approx(math.exp(0.4))
     assert shrinkage([[200.0] * 3])["importance/sequence_product_median"] == pytest.approx(math.exp(20))
 
 
-LONG = {"importance/sequence_geometric_mean": 0.9990005, "importance/sequence_product_median": 2.77e-4}
+LONG = {"importance/sequence_geometric_median": 0.9990005, "importance/sequence_product_median": 2.77e-4}
+
+
+def test_one_bad_sequence_hides_no_warning() -> None:
+    metrics = shrinkage([[-1e-3] * 2048] * 20 + [[3.0] * 2048])
+    assert metrics["importance/sequence_geometric_median"] == pytest.approx(math.exp(-1e-3))
+    assert product_warning(metrics, Correction(weighting("sequence"))) is not None
 
 
 def test_the_warning_names_both_values_and_the_remedy() -> None:
@@ -369,7 +374,7 @@ def test_the_warning_is_for_products_only() -> None:
     ],
 )
 def test_the_limits_of_the_warning(geometric: float, product: float, warns: bool) -> None:
-    metrics = {"importance/sequence_geometric_mean": geometric, "importance/sequence_product_median": product}
+    metrics = {"importance/sequence_geometric_median": geometric, "importance/sequence_product_median": product}
     assert (product_warning(metrics, Correction(weighting("sequence"))) is not None) == warns
 
 

@@ -125,7 +125,7 @@ def test_a_length_penalty_makes_no_group_informative_and_shapes_the_advantage() 
 def test_exhausted_sampling_fails_where_it_is_asked_to() -> None:
     limited = algorithm(2, max_generation_batches=1, when_exhausted="fail")
     with pytest.raises(
-        PhaseError, match=r"1 of the 2 groups .* after 1 generation batches .*max_generation_batches = 1"
+        PhaseError, match=r"1 of the 2 groups .* differ after 1 generation batches .*max_generation_batches = 1"
     ):
         selection([graded(rewards(SOLVED, MIXED))], limited)
 
