@@ -24,7 +24,7 @@ __all__ = ["CONFIG_DIR", "ConfigError", "compose", "digest", "flatten", "resolve
 
 CONFIG_DIR: Final = Path(__file__).resolve().parent
 RESULT_NEUTRAL: Final = frozenset(
-    {"steps", "checkpoint_every", "resume", "run_name", "runs_dir", "cluster", "tracking", "storage"}
+    {"steps", "checkpoint_every", "resume", "run_name", "runs_dir", "cluster", "tracking", "storage", "benchmark"}
 )
 _MISSING_MARK: Final = "???"
 _REPLACED_BY_PATH: Final = ("model.architecture", "model.warm_start")

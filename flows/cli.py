@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rich.console import Console
+
 from conf.compose import compose
 from conf.problems import ConfigError
 from flows.environment import embedded_prefect, prepare_environment, tracking_uri
@@ -20,7 +22,8 @@ _SERVER_START_S = 120.0
 
 _EPILOG = (
     "KEY=VALUE sets any key of the configuration (folder conf/; --dry-run prints it resolved), GROUP=OPTION chooses a "
-    "file of a group: recipe, algorithm, correction, model, data, rollout, trainer, cluster, tracking, storage. "
+    "file of a group: recipe, algorithm, correction, model, data, rollout, trainer, cluster, tracking, storage, "
+    "benchmark. "
     "resume=auto goes on from the newest checkpoint of the same configuration. "
     "Exit codes: 0 done, 1 failed, 2 configuration refused, 130 interrupted."
 )
@@ -33,8 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train = commands.add_parser("train", help="run GRPO training", description="Run GRPO training.", epilog=_EPILOG)
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as recipe=fp8_e2e steps=20 seed=1")
     train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the plan, and exit")
+    for name, text in (
+        ("benchmark", "measure the rollout engine: BF16, FP8 linear layers, FP8 linear layers and KV cache"),
+        ("doctor", "print what this machine can do and which recipes it can run"),
+    ):
+        other = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EPILOG)
+        other.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model=qwen3_8b_base")
     parsed = parser.parse_args(arguments)
     try:
+        if parsed.command == "benchmark":
+            return _benchmark(parsed.overrides)
+        if parsed.command == "doctor":
+            return _doctor(parsed.overrides)
         return _train(parsed.overrides, parsed.dry_run)
     except ConfigError as error:
         print(f"fp8-grpo: {error}", file=sys.stderr)
@@ -73,6 +86,30 @@ def _train(overrides: list[str], dry_run: bool) -> int:
     print(f"report: {result['folder']}/report.md")
     print(f"MLflow: {_how_to_see(tracking_uri(config.tracking.uri, runs_dir))}")
     return OK
+
+
+def _wide() -> Console:
+    """A console for tables: as wide as the terminal, 140 columns where there is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+def _benchmark(overrides: list[str]) -> int:
+    # Imported here: matplotlib and mlflow take seconds.
+    from flows.benchmark import run_benchmark
+    from tasks.engines.protocols import EngineError
+
+    try:
+        folder = run_benchmark(overrides, _wide())
+    except EngineError as error:
+        return _failed(error)
+    print(f"rows and picture: {folder}")
+    return OK
+
+
+def _doctor(overrides: list[str]) -> int:
+    from flows.doctor import doctor
+
+    return OK if doctor(overrides, _wide()) else FAILED
 
 
 def _failed(error: Exception) -> int:

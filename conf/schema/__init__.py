@@ -2,6 +2,7 @@
 
 from conf.schema.algorithm import Algorithm, DynamicSampling, Overlong
 from conf.schema.base import Problem, Refusal, Section
+from conf.schema.benchmark import Benchmark
 from conf.schema.correction import Correction, RejectionRule
 from conf.schema.data import Data, JsonlData, ReasoningGymData
 from conf.schema.engines import Optimizer, Rollout, TorchRollout, Trainer, VllmRollout
@@ -12,6 +13,7 @@ from conf.schema.run import RunConfig
 
 __all__ = [
     "Algorithm",
+    "Benchmark",
     "Calibration",
     "Cluster",
     "Correction",

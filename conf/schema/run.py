@@ -8,6 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from conf.schema.algorithm import Algorithm, nearest_divisor
 from conf.schema.base import Problem, Refusal, Section
+from conf.schema.benchmark import Benchmark
 from conf.schema.correction import Correction
 from conf.schema.data import Data
 from conf.schema.engines import Rollout, Trainer, VllmRollout
@@ -61,6 +62,9 @@ class RunConfig(Section):
 
     storage: Storage
     """Checkpoints."""
+
+    benchmark: Benchmark
+    """What fp8-grpo benchmark measures; a training run does not read it."""
 
     steps: int = Field(default=20, ge=1)
     """Training steps (>= 1)."""

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Recipe, VllmRollout
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from conf.schema import LinearPrecision, Recipe, VllmRollout
 from conf.schema.vllm import KV_NAMES, vllm_problems
-from tasks.engines.precision_plan import LinearPlan
+from tasks.engines.precision_plan import LinearPlan, plan_linears
 from tasks.engines.protocols import EngineError
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -23,6 +27,20 @@ class Model:
     folder: Path
     plan: LinearPlan
     rows: Mapping[str, int]
+
+
+def shape_model(folder: Path) -> nn.Module:
+    """The shapes and names of a Hugging Face folder's model, without storage."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model
+
+
+def model_of(folder: Path, shapes: nn.Module, precision: LinearPrecision) -> Model:
+    """What `engine_arguments` needs of a model, from its `shape_model`."""
+    rows = {name: module.out_features for name, module in shapes.named_modules() if isinstance(module, nn.Linear)}
+    return Model(folder, plan_linears(shapes, precision), rows)
 
 
 def engine_arguments(

@@ -20,13 +20,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from conf.schema import Recipe, VllmRollout
 from tasks.engines import vllm_cpu, vllm_private, vllm_transfer
-from tasks.engines.precision_plan import block_spec, plan_linears, scale_name
+from tasks.engines.precision_plan import block_spec, scale_name
 from tasks.engines.protocols import (
     EngineError,
     EngineReport,
@@ -38,7 +37,7 @@ from tasks.engines.protocols import (
     WeightVersionError,
 )
 from tasks.engines.rollout_checks import Held, check_payload, check_request
-from tasks.engines.vllm_arguments import Model, engine_arguments
+from tasks.engines.vllm_arguments import engine_arguments, model_of, shape_model
 from tasks.engines.vllm_worker import ReadBack
 from tasks.numerics.fp8_linear import BlockSpec
 from tasks.numerics.kv_scales import Scales
@@ -67,18 +66,6 @@ def _undisturbed() -> Iterator[None]:
             os.environ["LD_PRELOAD"] = preload
 
 
-def _shape_model(model_dir: Path) -> nn.Module:
-    """The model's shapes and names, without storage."""
-    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model
-
-
-def _rows(model: nn.Module) -> dict[str, int]:
-    return {name: module.out_features for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-
-
 def _expected(model: nn.Module, quantized: tuple[str, ...], block: tuple[int, int]) -> dict[str, Held]:
     """What a sync has to bring."""
     held = {name: Held(tuple(p.shape), torch.bfloat16) for name, p in model.named_parameters()}
@@ -98,15 +85,14 @@ class VllmRolloutEngine:
     def __init__(self, model_dir: Path, recipe: Recipe, settings: VllmRollout) -> None:
         vllm_private.check_version()
         self._recipe, self._settings = recipe, settings
-        shapes = _shape_model(model_dir)
-        plan = plan_linears(shapes, recipe.rollout_linears)
-        self._held = _expected(shapes, plan.quantized, recipe.rollout_linears.weight_block)
+        shapes = shape_model(model_dir)
+        model = model_of(model_dir, shapes, recipe.rollout_linears)
+        self._held = _expected(shapes, model.plan.quantized, recipe.rollout_linears.weight_block)
         config: Any = shapes.config
         self._layers, self._vocabulary = int(config.num_hidden_layers), int(config.vocab_size)
         positions = int(config.max_position_embeddings)
         self._positions = min(positions, settings.max_model_len or positions)
         self._on_cpu = bool(current_platform.is_cpu())
-        model = Model(model_dir, plan, _rows(shapes))
         self._arguments = engine_arguments(model, recipe, settings, vllm_transfer.BACKEND, self._on_cpu)
         self._version: int | None = None
         self._llm: LLM | None = None

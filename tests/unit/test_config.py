@@ -46,6 +46,7 @@ OPTIONS = [(group, option) for group, options in groups(CONFIG_DIR).items() for 
 def test_the_groups_are_those_of_the_product() -> None:
     assert groups(CONFIG_DIR) == {
         "algorithm": ("cispo", "dapo", "dr_grpo", "grpo", "grpo_leave_one_out", "gspo", "reinforce_pp", "rloo"),
+        "benchmark": ("ladder",),
         "cluster": ("existing", "local"),
         "correction": (
             "geometric_mask",
@@ -69,7 +70,7 @@ def test_the_groups_are_those_of_the_product() -> None:
             "token_truncation",
         ),
         "data": ("jsonl", "reasoning_gym"),
-        "model": ("local", "tiny_qwen3"),
+        "model": ("local", "qwen3_8b_base", "tiny_qwen3"),
         "recipe": ("bf16", "fp8_e2e", "fp8_e2e_kv", "fp8_rollout", "fp8_rollout_kv"),
         "rollout": ("torch", "vllm"),
         "storage": ("local", "s3"),
@@ -296,7 +297,7 @@ def test_digest_is_sha256_of_canonical_json_of_what_shapes_results() -> None:
     plain = resolved(compose())
     for neutral in ("steps", "checkpoint_every", "resume", "run_name", "runs_dir"):
         del plain[neutral]
-    for surroundings in ("cluster", "tracking", "storage"):
+    for surroundings in ("cluster", "tracking", "storage", "benchmark"):
         del plain[surroundings]
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     assert digest(compose()) == hashlib.sha256(text.encode()).hexdigest()
@@ -315,6 +316,7 @@ def test_digest_is_sha256_of_canonical_json_of_what_shapes_results() -> None:
         ["tracking.uri=http://127.0.0.1:5000"],
         ["storage=s3", "storage.url=s3://bucket"],
         ["storage.keep_last=1"],
+        ["benchmark.repeats=1"],
         ["rollout.temperature=1"],
         ["data.parameters={max_digits: 1, min_digits: 1}"],
     ],

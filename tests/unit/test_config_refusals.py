@@ -10,7 +10,7 @@ from conf.compose import ConfigError, compose
 from conf.problems import nearest_key
 
 TOP = (
-    "recipe, algorithm, correction, model, data, rollout, trainer, cluster, tracking, storage, steps, seed, "
+    "recipe, algorithm, correction, model, data, rollout, trainer, cluster, tracking, storage, benchmark, steps, seed, "
     "eval_every, checkpoint_every, runs_dir, run_name, resume"
 )
 ALGORITHM = (

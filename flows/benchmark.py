@@ -1,0 +1,144 @@
+"""`fp8-grpo benchmark`: the ladder of rollout precisions, printed, stored and drawn."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from mlflow import MlflowClient
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from conf.compose import compose, flatten
+from conf.problems import ConfigError
+from conf.schema import RunConfig, VllmRollout
+from flows.environment import tracking_uri
+from infra.device import device_facts
+from infra.provenance import versions
+from tasks.benchmark import RECIPES, compared, run_rung, verdict
+from tasks.engines.tiny_model import tiny_config
+
+_COLUMNS = ("mode", "load", "tokens/s", "speedup", "KV capacity", "preemptions", "start s")
+
+
+def run_benchmark(overrides: Sequence[str], console: RichConsole) -> Path:
+    """Measure all rungs under `overrides`; returns the folder with `rollout_ladder.json` and `rollout_ladder.png`."""
+    config = compose(["rollout=vllm", *overrides])
+    if not isinstance(config.rollout, VllmRollout):
+        raise ConfigError([f"rollout.engine = {config.rollout.engine}: is not measured; allowed: vllm"])
+    folder = Path(config.runs_dir).resolve() / "benchmarks" / datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True)
+    model_dir = _model_folder(config, folder)
+    rows: list[dict[str, Any]] = []
+    for mode in config.benchmark.modes:
+        console.print(f"{mode}: starting", markup=False)
+        recipe = compose([f"recipe={RECIPES[mode]}"]).recipe
+        found = run_rung(mode, model_dir, recipe, config.rollout, config.benchmark, folder / f"{mode}.log")
+        rows += found
+        console.print(f"{mode}: {', '.join(str(t) for t in found[0]['tokens_per_s'])} tokens/s", markup=False)
+    rows = compared(rows, _conditions(config))
+    (folder / "rollout_ladder.json").write_text(json.dumps(rows, indent=1))
+    _draw(rows, folder / "rollout_ladder.png")
+    console.print(_table(rows, config.model.name))
+    for sentence in verdict(rows):
+        console.print(sentence, markup=False)
+    _track(config, rows, folder)
+    return folder
+
+
+def _model_folder(config: RunConfig, folder: Path) -> Path:
+    """The model's own folder, or one with nothing but the shape: weights are random either way."""
+    if config.model.path is not None:
+        return Path(config.model.path).resolve()
+    assert config.model.architecture is not None
+    made = folder / "shape"
+    tiny_config(config.model.architecture, eos_token_id=1).save_pretrained(made)
+    written = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(written | {"architectures": ["Qwen3ForCausalLM"]}, indent=1))
+    return made
+
+
+def _conditions(config: RunConfig) -> dict[str, Any]:
+    """Everything that belongs beside a figure."""
+    assert isinstance(config.rollout, VllmRollout)
+    settings = config.rollout
+    return {
+        "model": config.model.name,
+        "memory_share": settings.gpu_memory_utilization,
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+        "backend": settings.attention_backend or "chosen by vLLM",
+        "engine_args": dict(settings.engine_args),
+        "gpu": device_facts().name,
+        "versions": versions(),
+    }
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    rate = statistics.median(row["tokens_per_s"])
+    load = f"{row['concurrency']} x ({row['prompt']} + {row['response']})"
+    if row.get("slope"):
+        load += f", decode step {row['decode_step_s'] * 1e3:.2f} ms"
+    return (
+        row["mode"],
+        load,
+        f"{rate:,.0f}",
+        f"{row['speedup']:.3f}" if "speedup" in row else "-",
+        f"{row['kv_capacity_tokens']:,}",
+        f"{row['preemptions']:g}",
+        f"{row['start_s']:.1f}",
+    )
+
+
+def _table(rows: Sequence[dict[str, Any]], model: str) -> Table:
+    table = Table(title=f"rollout throughput, {model}, {rows[0]['gpu']}", title_justify="left")
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name in ("mode", "load") else "right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Bars of the headline load and, with further loads, speedup over response length."""
+    headline = [row for row in rows if row["headline"]]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.bar([r["mode"] for r in headline], [statistics.median(r["tokens_per_s"]) for r in headline], color="#4472c4")
+    left.set(title=_cells(headline[0])[1], ylabel="tokens/s")
+    for mode in dict.fromkeys(r["mode"] for r in rows):
+        found = sorted(
+            (r["prompt"] + r["response"], r["speedup"]) for r in rows if r["mode"] == mode and "speedup" in r
+        )
+        right.plot([x for x, _ in found], [y for _, y in found], marker="o", label=mode)
+    right.axhline(1.0, color="grey", linewidth=0.8)
+    right.set(title="speedup over BF16", xlabel="prompt + response, tokens")
+    right.legend()
+    figure.savefig(path, dpi=110)
+
+
+def _track(config: RunConfig, rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """One MLflow run a rung, comparable in the UI like training runs."""
+    client = MlflowClient(tracking_uri(config.tracking.uri, Path(config.runs_dir)))
+    experiment = client.get_experiment_by_name(config.tracking.experiment)
+    place = experiment.experiment_id if experiment else client.create_experiment(config.tracking.experiment)
+    for row in (r for r in rows if r["headline"]):
+        run = client.create_run(place, run_name=f"benchmark-{folder.name}-{row['mode']}", tags={"recipe": row["mode"]})
+        for key, value in flatten(config).items():
+            client.log_param(run.info.run_id, key, value)
+        metrics = {
+            "throughput/rollout_tokens_per_s": statistics.median(row["tokens_per_s"]),
+            "speedup/rollout_vs_bf16": row["speedup"],
+            "memory/kv_capacity_tokens": row["kv_capacity_tokens"],
+            "rollout/preemptions": row["preemptions"],
+            "time/engine_start_s": row["start_s"],
+        }
+        for name, value in metrics.items():
+            client.log_metric(run.info.run_id, name, value)
+        for name in ("rollout_ladder.json", "rollout_ladder.png"):
+            client.log_artifact(run.info.run_id, str(folder / name))
+        client.set_terminated(run.info.run_id)
