@@ -25,12 +25,16 @@ types: $(VENV)/.test
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest tests -m "not slow and not gpu"
 
-# What needs vLLM, in an environment of its own, so that the one of `make train` stays light.
+# What needs vLLM, in an environment of its own, so that the one of `make train` stays light: the recipes at both ends
+# here, the three between them with the slow tests.
+BOTH_ENDS := vllm and not fp8_rollout and not (fp8_e2e and not fp8_e2e_kv)
 engines: $(ENGINES_VENV)/.test
-	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" -k vllm
+	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" -k "$(BOTH_ENDS)"
 
 test-slow: $(VENV)/.test $(ENGINES_VENV)/.test
 	$(BIN)/python -m pytest tests -m "slow and not gpu"
+	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" \
+		-k "vllm and not ($(BOTH_ENDS))"
 	$(ENGINES_VENV)/bin/python -m pytest tests/engines -m "slow and not gpu"
 
 # The table of recipes in the README: 5 recipes x 3 seeds, about 15 minutes on 2 cores.
