@@ -22,7 +22,7 @@ from vllm.platforms import PlatformEnum
 
 from tasks.engines.protocols import EngineError
 
-SUPPORTED = ("0.27",)
+SUPPORTED = ("0.26", "0.27")
 """Release series of vLLM against which this module was checked."""
 
 
