@@ -106,6 +106,7 @@ class SeaweedServer:
             f"-s3.config={config}",
             f"-s3.localSocket={folder / 's3.sock'}",
             "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
             *(f"-{name}={port}" for name, port in zip(names, ports, strict=True)),
         ]
 
