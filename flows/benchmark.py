@@ -38,7 +38,12 @@ def run_benchmark(overrides: Sequence[str], console: RichConsole) -> Path:
     for mode in config.benchmark.modes:
         console.print(f"{mode}: starting", markup=False)
         recipe = compose([f"recipe={RECIPES[mode]}"]).recipe
-        found = run_rung(mode, model_dir, recipe, config.rollout, config.benchmark, folder / f"{mode}.log")
+        what = (mode, model_dir, recipe, config.rollout, config.benchmark)
+        cold = {}
+        if config.benchmark.warm_up:
+            (started,) = run_rung(*what, folder / f"{mode}.start.log", only_start=True)
+            cold = {"first_start_s": started["start_s"]}
+        found = [row | cold for row in run_rung(*what, folder / f"{mode}.log")]
         rows += found
         console.print(f"{mode}: {', '.join(str(t) for t in found[0]['tokens_per_s'])} tokens/s", markup=False)
     rows = compared(rows, _conditions(config))
@@ -73,6 +78,7 @@ def _conditions(config: RunConfig) -> dict[str, Any]:
         "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
         "backend": settings.attention_backend or "chosen by vLLM",
         "engine_args": dict(settings.engine_args),
+        "rungs": config.benchmark.rungs.model_dump(mode="json"),
         "gpu": device_facts().name,
         "versions": versions(),
     }

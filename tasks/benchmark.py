@@ -25,9 +25,15 @@ _TAIL = 25
 
 
 def run_rung(
-    mode: str, model_dir: Path, recipe: Recipe, rollout: VllmRollout, benchmark: Benchmark, log: Path
+    mode: str,
+    model_dir: Path,
+    recipe: Recipe,
+    rollout: VllmRollout,
+    benchmark: Benchmark,
+    log: Path,
+    only_start: bool = False,
 ) -> list[dict[str, Any]]:
-    """Rows of one rung; its output goes to `log`.
+    """Rows of one rung, or with `only_start` one with its start-up alone; its output goes to `log`.
 
     `EngineError` with the end of its output when the process fails, and when it outlasts
     `benchmark.mode_timeout_s`: it is killed then, and nothing of it stays.
@@ -40,11 +46,18 @@ def run_rung(
             "recipe": recipe.model_dump(mode="json"),
             "rollout": rollout.model_dump(mode="json"),
             "benchmark": benchmark.model_dump(mode="json"),
+            "only_start": only_start,
             "result": str(result),
         }
         command = [sys.executable, "-m", "tasks.engines.vllm_benchmark"]
+        own = getattr(benchmark.rungs, mode)
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | own.environment,
         )
         try:
             process.communicate(json.dumps(spec).encode(), timeout=benchmark.mode_timeout_s)

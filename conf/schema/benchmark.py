@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, JsonValue, field_validator
 
 from conf.schema.base import ListAsTuple, Problem, Refusal, Section
 
@@ -23,6 +23,32 @@ class Point(Section):
 
     concurrency: Count
     """Requests handed to the engine at once (requests, >= 1)."""
+
+
+class RungSettings(Section):
+    """What one rung sets beside `rollout`, which all share."""
+
+    attention_backend: str | None = Field(default=None, min_length=1)
+    """vLLM's name of an attention backend; null takes rollout.attention_backend."""
+
+    engine_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Arguments of vLLM's engine, over those of rollout.engine_args."""
+
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables of the rung's process, such as VLLM_KV_CACHE_LAYOUT."""
+
+
+class Rungs(Section):
+    """Settings of each rung: the best that is known for it, so that a ratio is one of best against best."""
+
+    bf16: RungSettings = RungSettings()
+    """BF16 throughout."""
+
+    fp8_linear: RungSettings = RungSettings()
+    """FP8 linear layers."""
+
+    fp8_linear_kv: RungSettings = RungSettings()
+    """FP8 linear layers, KV cache and attention."""
 
 
 class Benchmark(Section):
@@ -51,6 +77,12 @@ class Benchmark(Section):
 
     slope_tokens: int = Field(default=256, ge=2)
     """Tokens decoded for each slope (tokens, >= 2)."""
+
+    rungs: Rungs = Rungs()
+    """Settings of each rung."""
+
+    warm_up: bool = True
+    """Whether each rung is started once before it is measured: a cold compile cache costs KV capacity and time."""
 
     mode_timeout_s: float = Field(default=3600.0, gt=0.0)
     """Longest time for one rung, start-up included (seconds, > 0)."""

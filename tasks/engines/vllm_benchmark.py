@@ -36,6 +36,7 @@ class Rung(Section):
     recipe: Recipe
     rollout: VllmRollout
     benchmark: Benchmark
+    only_start: bool
     result: str
 
 
@@ -78,6 +79,10 @@ class _Engine:
         self.start_s = time.perf_counter() - start
         self.vocabulary = int(self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
 
+    def randomize(self) -> None:
+        """Random weights: of those that vLLM makes up, every FP8 code is 0, and a kernel of zeros says little."""
+        self._llm.collective_rpc("fp8_grpo_randomize")
+
     def preemptions(self) -> float:
         """Requests put back for want of cache, since the start."""
         found = [m for m in self._llm.get_metrics() if m.name == "vllm:num_preemptions"]
@@ -110,15 +115,24 @@ def _settings(rung: Rung) -> VllmRollout:
         2,
     )
     most = max(p.concurrency for p in points)
-    update = {"max_model_len": rung.rollout.max_model_len or longest + 1, "batch_size": most}
+    own = getattr(benchmark.rungs, rung.mode)
+    update = {
+        "max_model_len": rung.rollout.max_model_len or longest + 1,
+        "batch_size": most,
+        "attention_backend": own.attention_backend or rung.rollout.attention_backend,
+        "engine_args": rung.rollout.engine_args | own.engine_args,
+    }
     return rung.rollout.model_copy(update=update)
 
 
 def measure(rung: Rung) -> list[dict[str, Any]]:
-    """All rows of a rung: its headline, its points, its slopes."""
+    """All rows of a rung: its headline, its points, its slopes; none when the process only warms caches up."""
     engine, benchmark = _Engine(rung), rung.benchmark
+    engine.randomize()
     # Kernels that compile at first use must not fall into a measurement.
     engine.seconds(benchmark.headline, min(16, benchmark.response_tokens), repeat=10_000)
+    if rung.only_start:
+        return [engine.facts()]
     rows = [_row(engine, rung, benchmark.headline, benchmark.repeats, headline=True)]
     rows += [_row(engine, rung, point, 1, headline=False) for point in benchmark.points]
     rows += [_slope(engine, rung, context) for context in benchmark.slope_contexts]

@@ -188,3 +188,11 @@ def attentions(model: nn.Module) -> Iterator[LiveAttention]:
             query_dtype="float8_e4m3fn" if query else str(module.dtype).removeprefix("torch."),
             backend=type(module.impl).__name__,
         )
+
+
+def scale_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """The Q, K and V scales of all attention layers on the device, live."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            for part in ("q", "k", "v"):
+                yield getattr(module, f"_{part}_scale")

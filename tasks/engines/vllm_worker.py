@@ -70,6 +70,27 @@ class ReadBackExtension:
     device: torch.device
 
     @torch.no_grad()
+    def fp8_grpo_randomize(self) -> None:
+        """Fill the weights with random numbers of a trained model's size, for a benchmark; never before a rollout.
+
+        Codes are normal with deviation 40 under block scales that make 0.02 of them; norms are 1. Layers whose
+        weights are packed away (CPU) keep what they have.
+        """
+        generator = torch.Generator(device=self.device).manual_seed(0)
+        for name, parameter in self.model_runner.get_model().named_parameters():
+            if parameter.dtype == torch.float8_e4m3fn:
+                codes = torch.empty(parameter.shape, dtype=torch.bfloat16, device=self.device)
+                parameter.copy_(codes.normal_(0, 40, generator=generator).clamp_(-448, 448).to(parameter.dtype))
+            elif "scale" in name:
+                parameter.fill_(0.02 / 40 if parameter.numel() > 1 else 1.0)
+            elif "norm" in name:
+                parameter.fill_(1.0)
+            elif parameter.ndim >= 2:
+                parameter.normal_(0, 0.02, generator=generator)
+        for scale in vllm_private.scale_tensors(self.model_runner.get_model()):
+            scale.fill_(1.0)
+
+    @torch.no_grad()
     def fp8_grpo_read_back(self) -> ReadBack:
         model = self.model_runner.get_model()
         received: dict[str, Received] = getattr(self.weight_transfer_engine, "received", {})

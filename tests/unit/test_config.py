@@ -46,7 +46,7 @@ OPTIONS = [(group, option) for group, options in groups(CONFIG_DIR).items() for 
 def test_the_groups_are_those_of_the_product() -> None:
     assert groups(CONFIG_DIR) == {
         "algorithm": ("cispo", "dapo", "dr_grpo", "grpo", "grpo_leave_one_out", "gspo", "reinforce_pp", "rloo"),
-        "benchmark": ("ladder",),
+        "benchmark": ("ladder", "ladder_h200"),
         "cluster": ("existing", "local"),
         "correction": (
             "geometric_mask",
