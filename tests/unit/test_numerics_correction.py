@@ -2,68 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 from tasks.numerics.correction import (
     Correction,
-    CorrectionOutputs,
     Weighting,
     correct,
     product_shrinkage,
-    product_warning,
 )
 from tasks.numerics.mismatch import NonFiniteScoreError
 from tasks.numerics.rejection import RejectionRule
-
-PLAIN = {"lower": 0.0, "upper": None}
-LEVELS = ("none", "token", "sequence", "geometric")
-
-
-def weighting(level: str, **fields: Any) -> Weighting:
-    return Weighting(**({"level": level} | fields))
-
-
-def padded(rows: list[list[float]], width: int | None = None) -> tuple[Tensor, Tensor]:
-    """Values fp64 with NaN in the padding, and the mask."""
-    width = max(map(len, rows), default=0) if width is None else width
-    values = torch.full((len(rows), width), math.nan, dtype=torch.float64)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        values[i, : len(row)] = torch.tensor(row, dtype=torch.float64)
-        mask[i, : len(row)] = True
-    return values, mask
-
-
-def run(d: list[list[float]], correction: Correction, advantages: list[float] | None = None) -> CorrectionOutputs:
-    values, mask = padded(d)
-    signs = torch.tensor(advantages or [1.0] * len(d))
-    return correct(values - 1.0, torch.where(mask, -1.0, values), mask, signs, correction)
-
-
-def weights(d: list[list[float]], correction: Correction | Weighting) -> list[list[float]]:
-    """Weights without the padding, which must weigh exactly 0."""
-    out = run(d, correction if isinstance(correction, Correction) else Correction(correction))
-    assert out.weights.dtype == torch.float32 and not bool(torch.isnan(out.weights).any())
-    assert all(not bool(row[len(given) :].any()) for row, given in zip(out.weights, d, strict=True))
-    return [row[: len(given)].tolist() for row, given in zip(out.weights, d, strict=True)]
-
-
-def close(values: list[float]) -> Any:
-    return pytest.approx(values, rel=1e-6)
-
-
-def metric(out: CorrectionOutputs, name: str) -> float:
-    return out.metrics[f"importance/{name}"]
-
+from tests.unit.correction_support import LEVELS, PLAIN, close, metric, run, weighting, weights
 
 D = [[0.5, -0.1, 0.2], [-0.4], [], [3.0, 0.0]]
 
@@ -314,190 +268,3 @@ def test_broken_scores_and_shapes_are_errors() -> None:
 def test_senseless_weightings_are_refused_by_field_and_value(fields: dict[str, Any], field: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"^{field} is {value}; allowed: "):
         Weighting(**fields)
-
-
-# Shrinkage of products with length.
-
-
-def shrinkage(d: list[list[float]]) -> dict[str, float]:
-    values, mask = padded(d)
-    return product_shrinkage(values, values * 0, mask)
-
-
-def test_shrinkage_by_hand() -> None:
-    d = [[0.1, 0.3], [-1.0], [0.5, 0.5, 0.5], [], [0.0]]
-    got = shrinkage(d)
-    # Geometric means e^0.2, e^-1, e^0.5, 1: the middle two are 1 and e^0.2.
-    assert got["importance/sequence_geometric_median"] == pytest.approx((1 + math.exp(0.2)) / 2)
-    # Products e^0.4, e^-1, e^1.5, 1: the middle two are 1 and e^0.4.
-    assert got["importance/sequence_product_median"] == pytest.approx((1 + math.exp(0.4)) / 2)
-    assert shrinkage(d[:3])["importance/sequence_product_median"] == pytest.approx(math.exp(0.4))
-    assert shrinkage([[200.0] * 3])["importance/sequence_product_median"] == pytest.approx(math.exp(20))
-
-
-LONG = {"importance/sequence_geometric_median": 0.9990005, "importance/sequence_product_median": 2.77e-4}
-
-
-def test_one_bad_sequence_hides_no_warning() -> None:
-    metrics = shrinkage([[-1e-3] * 2048] * 20 + [[3.0] * 2048])
-    assert metrics["importance/sequence_geometric_median"] == pytest.approx(math.exp(-1e-3))
-    assert product_warning(metrics, Correction(weighting("sequence"))) is not None
-
-
-def test_the_warning_names_both_values_and_the_remedy() -> None:
-    metrics = shrinkage([[-1e-3] * 8192] * 2)
-    text = product_warning(metrics, Correction(weighting("sequence")))
-    assert text is not None and "0.999" in text and "0.000277" in text and "geometric or token" in text
-
-
-def test_the_warning_is_for_products_only() -> None:
-    product = RejectionRule("k1", "sequence_sum", 0.5, 2.0)
-    assert product_warning(LONG, Correction(weighting("token"), (product,))) is not None
-    assert product_warning(LONG, Correction(weighting("sequence"))) is not None
-    others = (RejectionRule("k1", "sequence_mean", 0.5, 2.0), RejectionRule("k3", "sequence_sum", upper=2.0))
-    for level in ("none", "token", "geometric"):
-        assert product_warning(LONG, Correction(weighting(level), others)) is None
-
-
-@pytest.mark.parametrize(
-    ("geometric", "product", "warns"),
-    [
-        (1.0, 0.49, True),
-        (1.0, 2.01, True),
-        (1.0, 0.5, False),
-        (1.0, 2.0, False),
-        (0.9, 0.1, True),
-        (1.1, 9.0, True),
-        (0.89, 0.1, False),
-        (1.11, 9.0, False),
-        (0.0, 0.0, False),
-    ],
-)
-def test_the_limits_of_the_warning(geometric: float, product: float, warns: bool) -> None:
-    metrics = {"importance/sequence_geometric_median": geometric, "importance/sequence_product_median": product}
-    assert (product_warning(metrics, Correction(weighting("sequence"))) is not None) == warns
-
-
-# Properties.
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.floats(-4, 4), st.floats(-2, 2)), min_size=2, max_size=4))
-def test_plain_weights_are_unbiased_over_an_enumerated_vocabulary(logits: list[tuple[float, float]]) -> None:
-    # All responses of two tokens: their Q-weighted mean of w f is the P-weighted mean of f.
-    q1 = torch.log_softmax(torch.tensor([a for a, _ in logits], dtype=torch.float64), 0).tolist()
-    p1 = torch.log_softmax(torch.tensor([a + b for a, b in logits], dtype=torch.float64), 0).tolist()
-    pairs = list(itertools.product(range(len(logits)), repeat=2))
-    p = torch.tensor([[p1[i], p1[j]] for i, j in pairs], dtype=torch.float64)
-    q = torch.tensor([[q1[i], q1[j]] for i, j in pairs], dtype=torch.float64)
-    value = torch.tensor([i + 3.0 * j * j for i, j in pairs], dtype=torch.float64)
-    mask = torch.ones(len(pairs), 2, dtype=torch.bool)
-    chance, want = q.sum(1).exp(), float((p.sum(1).exp() * value).sum())
-    whole = correct(p, q, mask, torch.ones(len(pairs)), Correction(weighting("sequence", **PLAIN))).weights.double()
-    assert float((chance * whole[:, 0] * value).sum()) == pytest.approx(want, rel=1e-5)
-    token = correct(p, q, mask, torch.ones(len(pairs)), Correction(weighting("token", **PLAIN))).weights.double()
-    first = torch.tensor([float(i) for i, _ in pairs], dtype=torch.float64)
-    assert float((chance * token[:, 0] * first).sum()) == pytest.approx(
-        sum(math.exp(x) * i for i, x in enumerate(p1)), rel=1e-5
-    )
-
-
-batches = st.lists(st.lists(st.floats(-200, 200) | st.floats(-2, 2), max_size=6), min_size=1, max_size=4)
-
-
-@st.composite
-def corrections(draw: st.DrawFn) -> Correction:
-    lower, upper = draw(st.floats(0.01, 0.9)), draw(st.floats(1.1, 50.0))
-    outside = draw(st.sampled_from(["truncate", "mask"]))
-    rules = draw(
-        st.lists(
-            st.sampled_from(
-                [
-                    RejectionRule("k1", "token", 0.2, 3.0),
-                    RejectionRule("k1", "sequence_mean", 0.5, 2.0, "positive"),
-                    RejectionRule("k1", "sequence_sum", 0.1, None),
-                    RejectionRule("k2", "sequence_max", upper=2.0),
-                    RejectionRule("k3", "sequence_mean", upper=1.0, advantages="negative"),
-                ]
-            ),
-            max_size=3,
-        )
-    )
-    level = draw(st.sampled_from(LEVELS))
-    return Correction(weighting(level, lower=lower, upper=upper, outside=outside), tuple(rules), draw(st.booleans()))
-
-
-def by_definition(d: list[list[float]], w: Weighting) -> list[list[float]]:
-    def clamp(x: float) -> float:
-        return max(-20.0, min(20.0, x))
-
-    result = []
-    for row in d:
-        c = [clamp(x) for x in row]
-        log_w = {
-            "none": [0.0 for _ in c],
-            "token": c,
-            "sequence": [clamp(math.fsum(c))] * len(c),
-            "geometric": [math.fsum(c) / max(1, len(c))] * len(c),
-        }[w.level]
-        result.append([math.exp(x) for x in log_w])
-    assert w.upper is not None
-    if w.outside == "truncate":
-        return [[min(max(x, w.lower), w.upper) for x in row] for row in result]
-    return [[x if w.lower <= x <= w.upper else 0.0 for x in row] for row in result]
-
-
-@settings(max_examples=100, deadline=None)
-@given(batches, corrections())
-def test_weights_are_their_definition(d: list[list[float]], correction: Correction) -> None:
-    plain = dataclasses.replace(correction, rejection=(), self_normalize=False)
-    w = plain.weighting
-    for got, want in zip(weights(d, plain), by_definition(d, w), strict=True):
-        for a, b in zip(got, want, strict=True):
-            at_bound = any(max(a, b) == pytest.approx(x, rel=1e-6) for x in (w.lower, w.upper))
-            assert a == pytest.approx(b, rel=1e-6) or (w.outside == "mask" and at_bound)
-
-
-@settings(max_examples=100, deadline=None)
-@given(batches, corrections())
-def test_invariants(d: list[list[float]], correction: Correction) -> None:
-    advantages = [1.0, -1.0, 0.0, 2.0][: len(d)]
-    out = run(d, correction, advantages)
-    _, mask = padded(d)
-    assert torch.equal(out.weights > 0, out.kept) and not bool((out.kept & ~mask).any())
-    assert bool(torch.isfinite(out.weights).all()) and all(math.isfinite(v) for v in out.metrics.values())
-    tokens = int(mask.sum())
-    assert metric(out, "rejected_fraction") == pytest.approx(int((mask & ~out.kept).sum()) / max(1, tokens))
-    assert metric(out, "weight_mean") == pytest.approx(float(out.weights.double().sum()) / max(1, tokens), rel=1e-5)
-    kept_weights = out.weights[out.kept].double()
-    if not correction.self_normalize:
-        w = correction.weighting
-        slack = 1e-6
-        assert bool((kept_weights >= w.lower * (1 - slack)).all())
-        assert w.upper is not None and bool((kept_weights <= w.upper * (1 + slack)).all())
-    elif kept_weights.numel():
-        if correction.weighting.level in ("none", "token"):
-            mean = float(kept_weights.mean())
-        else:
-            rows = [float(row[row > 0].double().mean()) for row in out.weights if bool((row > 0).any())]
-            mean = sum(rows) / len(rows)
-        assert mean == pytest.approx(1.0, rel=1e-6)
-
-
-@settings(max_examples=50, deadline=None)
-@given(batches, corrections())
-def test_the_order_of_rules_does_not_matter(d: list[list[float]], correction: Correction) -> None:
-    turned = dataclasses.replace(correction, rejection=correction.rejection[::-1])
-    assert torch.equal(run(d, correction).weights, run(d, turned).weights)
-
-
-@settings(max_examples=50, deadline=None)
-@given(batches, st.floats(0.01, 0.9), st.floats(1.1, 50.0))
-def test_a_masked_weight_and_a_k1_rule_are_one_decision(d: list[list[float]], lower: float, upper: float) -> None:
-    d = [[max(-20.0, min(20.0, x)) for x in row] for row in d]
-    for level, rule_level in (("token", "token"), ("sequence", "sequence_sum"), ("geometric", "sequence_mean")):
-        masking = run(d, Correction(weighting(level, lower=lower, upper=upper, outside="mask")))
-        fields: dict[str, Any] = {"statistic": "k1", "level": rule_level}
-        rule = RejectionRule(lower=lower, upper=upper, **fields)
-        assert torch.equal(masking.kept, run(d, Correction(weighting(level, **PLAIN), (rule,))).kept)
-        assert torch.equal(masking.weights, run(d, Correction(weighting(level, **PLAIN), (rule,))).weights)

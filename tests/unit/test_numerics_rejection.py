@@ -11,33 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tasks.numerics.mismatch import NonFiniteScoreError
 from tasks.numerics.rejection import RejectionRule, kept_by, masked_ratios
+from tests.unit.correction_support import Bound, padded, rule
 
 LEVELS = ("token", "sequence_mean", "sequence_max", "sequence_sum")
 STATISTICS = ("k1", "k2", "k3", "probability")
 WIDE = {"k1": (0.5, 2.0), "k2": (None, 0.5), "k3": (None, 0.5), "probability": (-0.5, 0.5)}
-
-
-Bound = float | None
-
-
-def rule(statistic: str, level: str, lower: Bound, upper: Bound, advantages: str = "any") -> RejectionRule:
-    fields: dict[str, Any] = {"statistic": statistic, "level": level, "advantages": advantages}
-    return RejectionRule(lower=lower, upper=upper, **fields)
-
-
-def padded(rows: list[list[float]], width: int | None = None) -> tuple[Tensor, Tensor]:
-    """Values fp64 with NaN in the padding, and the mask."""
-    width = max(map(len, rows), default=0) if width is None else width
-    values = torch.full((len(rows), width), math.nan, dtype=torch.float64)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        values[i, : len(row)] = torch.tensor(row, dtype=torch.float64)
-        mask[i, : len(row)] = True
-    return values, mask
 
 
 def kept_of(
