@@ -140,8 +140,9 @@ def _wrong_value(place: _Place, details: ErrorDetails) -> Problem:
     field = schema["properties"][place.field] if place.field else {}
     wrong = _WRONG.get(kind, details["msg"])
     if kind == "missing":
-        key, bracket, _ = key.partition("[")
-        wrong, value = ("too few items", value) if bracket else (wrong, MISSING)
+        # The last item of a list that is too short; a key of an item is missing like any other.
+        short = key.endswith("]")
+        key, wrong, value = (key.rpartition("[")[0], "too few items", value) if short else (key, wrong, MISSING)
     elif kind == "multiple_of":
         wrong = f"not a multiple of {details['ctx']['multiple_of']}"
     allowed = _describe(field, schema.get("$defs", {}))

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from mlflow import MlflowClient
 from rich.console import Console as RichConsole
 from rich.table import Table
 
 from conf.compose import compose, flatten
+from conf.preflight import preflight
 from conf.problems import ConfigError
-from conf.schema import RunConfig, VllmRollout
+from conf.schema import Benchmark, Recipe, RunConfig, VllmRollout
+from conf.schema.vllm import vllm_problems
 from flows.environment import tracking_uri
 from infra.device import device_facts
+from infra.journal import Entry
+from infra.mlflow_run import RunSpec, TrackedRun
 from infra.provenance import versions
 from tasks.benchmark import RECIPES, compared, run_rung, verdict
 from tasks.engines.tiny_model import tiny_config
@@ -31,14 +35,15 @@ def run_benchmark(overrides: Sequence[str], console: RichConsole) -> Path:
     config = compose(["rollout=vllm", *overrides])
     if not isinstance(config.rollout, VllmRollout):
         raise ConfigError([f"rollout.engine = {config.rollout.engine}: is not measured; allowed: vllm"])
+    preflight(config)
+    rungs = [(mode, *_rung(config.rollout, config.benchmark, mode)) for mode in config.benchmark.modes]
     folder = Path(config.runs_dir).resolve() / "benchmarks" / datetime.now().strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
     model_dir = _model_folder(config, folder)
     rows: list[dict[str, Any]] = []
-    for mode in config.benchmark.modes:
+    for mode, recipe, rollout in rungs:
         console.print(f"{mode}: starting", markup=False)
-        recipe = compose([f"recipe={RECIPES[mode]}"]).recipe
-        what = (mode, model_dir, recipe, config.rollout, config.benchmark)
+        what = (mode, model_dir, recipe, rollout, config.benchmark)
         cold = {}
         if config.benchmark.warm_up:
             (started,) = run_rung(*what, folder / f"{mode}.start.log", only_start=True)
@@ -54,6 +59,21 @@ def run_benchmark(overrides: Sequence[str], console: RichConsole) -> Path:
         console.print(sentence, markup=False)
     _track(config, rows, folder)
     return folder
+
+
+def _rung(rollout: VllmRollout, benchmark: Benchmark, mode: str) -> tuple[Recipe, VllmRollout]:
+    """Recipe and settings of a rung; `ConfigError` where they contradict each other."""
+    recipe, own = compose([f"recipe={RECIPES[mode]}"]).recipe, getattr(benchmark.rungs, mode)
+    merged = rollout.model_copy(
+        update={
+            "attention_backend": own.attention_backend or rollout.attention_backend,
+            "engine_args": rollout.engine_args | own.engine_args,
+        }
+    )
+    problems = vllm_problems(merged, recipe)
+    if problems:
+        raise ConfigError([f"benchmark.rungs.{mode}: {problem}" for problem in problems])
+    return recipe, merged
 
 
 def _model_folder(config: RunConfig, folder: Path) -> Path:
@@ -129,22 +149,18 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def _track(config: RunConfig, rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """One MLflow run a rung, comparable in the UI like training runs."""
-    client = MlflowClient(tracking_uri(config.tracking.uri, Path(config.runs_dir)))
-    experiment = client.get_experiment_by_name(config.tracking.experiment)
-    place = experiment.experiment_id if experiment else client.create_experiment(config.tracking.experiment)
+    uri = tracking_uri(config.tracking.uri, Path(config.runs_dir))
     for row in (r for r in rows if r["headline"]):
-        run = client.create_run(place, run_name=f"benchmark-{folder.name}-{row['mode']}", tags={"recipe": row["mode"]})
-        for key, value in flatten(config).items():
-            client.log_param(run.info.run_id, key, value)
-        metrics = {
+        name, tags = f"benchmark-{folder.name}-{row['mode']}", {"recipe": row["mode"]}
+        run = TrackedRun.open(RunSpec(uri, config.tracking.experiment, name, flatten(config), tags), name, None)
+        values = {
             "throughput/rollout_tokens_per_s": statistics.median(row["tokens_per_s"]),
             "speedup/rollout_vs_bf16": row["speedup"],
             "memory/kv_capacity_tokens": row["kv_capacity_tokens"],
             "rollout/preemptions": row["preemptions"],
             "time/engine_start_s": row["start_s"],
         }
-        for name, value in metrics.items():
-            client.log_metric(run.info.run_id, name, value)
-        for name in ("rollout_ladder.json", "rollout_ladder.png"):
-            client.log_artifact(run.info.run_id, str(folder / name))
-        client.set_terminated(run.info.run_id)
+        run.log_entry(Entry(1, "benchmark", 0, values, int(time.time() * 1000)))
+        for file in ("rollout_ladder.json", "rollout_ladder.png"):
+            run.log_artifact(folder / file, None)
+        run.finish("FINISHED")

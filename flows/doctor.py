@@ -108,17 +108,9 @@ def _machine(facts: DeviceFacts) -> Table:
         table.add_row("CUDA of torch", str(facts.cuda))
     table.add_row("memory", f"{facts.free_gb:.1f} GB free of {facts.total_gb:.1f} GB")
     table.add_row("versions", ", ".join(f"{name} {version}" for name, version in versions().items()))
-    kernels = [m for m in ("vllm", "deep_gemm", "flashinfer", "transformer_engine", "megatron.core") if _present(m)]
+    kernels = [m for m in ("vllm", "deep_gemm", "flashinfer", "transformer_engine", "megatron.core") if installed(m)]
     table.add_row("engines and kernels", ", ".join(kernels) or "PyTorch alone")
     return table
-
-
-def _present(module: str) -> bool:
-    try:
-        return installed(module)
-    except ModuleNotFoundError:
-        # A submodule of a package that is not there.
-        return False
 
 
 def _recipes_table(config: RunConfig, verdicts: Sequence[Verdict]) -> Table:

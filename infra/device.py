@@ -56,5 +56,8 @@ def cpu_flags() -> frozenset[str]:
 
 
 def installed(module: str) -> bool:
-    """Whether a module can be imported here, without importing it."""
-    return importlib.util.find_spec(module) is not None
+    """Whether a module, dotted or not, can be found here; its parents are imported, itself it is not."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, field_validator
 
 from conf.schema.base import ListAsTuple, Problem, Refusal, Section
+from conf.schema.engines import refuse_decided
 
 Mode = Literal["bf16", "fp8_linear", "fp8_linear_kv"]
 Count = Annotated[int, Field(ge=1)]
@@ -36,6 +37,12 @@ class RungSettings(Section):
 
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables of the rung's process, such as VLLM_KV_CACHE_LAYOUT."""
+
+    @field_validator("engine_args")
+    @classmethod
+    def _leave_what_is_decided(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        refuse_decided(value)
+        return value
 
 
 class Rungs(Section):

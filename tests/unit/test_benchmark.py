@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import tasks.benchmark
 from conf.compose import ConfigError, compose
 from conf.schema import RunConfig, VllmRollout
+from flows.benchmark import run_benchmark
 from flows.doctor import judge
 from infra.device import DeviceFacts
 from tasks.benchmark import RECIPES, compared, run_rung, verdict
@@ -99,6 +101,24 @@ def test_every_rung_runs_a_shipped_recipe() -> None:
 def test_a_ladder_needs_its_first_rung_once(modes: str) -> None:
     with pytest.raises(ConfigError, match=r"benchmark\.modes"):
         compose([f"benchmark.modes={modes}"])
+
+
+def test_a_rung_that_contradicts_its_recipe_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conf.preflight.find_spec", lambda name: object())
+    key = "benchmark.rungs.fp8_linear_kv.engine_args.kv_cache_dtype"
+    with pytest.raises(ConfigError, match=r"benchmark\.rungs\.fp8_linear_kv: .*kv_cache_dtype = auto: contradicts"):
+        run_benchmark([f"{key}=auto", f"runs_dir={tmp_path}"], Console())
+    assert not (tmp_path / "benchmarks").exists()
+
+
+def test_without_vllm_the_benchmark_says_so_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conf.preflight.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"rollout\.engine = vllm: vLLM is not installed"):
+        run_benchmark([f"runs_dir={tmp_path}"], Console())
 
 
 def _facts(capability: tuple[int, int] | None) -> DeviceFacts:

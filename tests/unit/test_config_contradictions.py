@@ -107,6 +107,16 @@ def problems(overrides: list[str]) -> list[str]:
             "(0, 1], or null",
         ),
         (
+            ["rollout=vllm", "benchmark.rungs.fp8_linear.engine_args.quantization=fp8"],
+            "benchmark.rungs.fp8_linear.engine_args.quantization = fp8: is not free: the recipe; allowed: "
+            "leaving it out",
+        ),
+        (
+            ["correction.rejection=[{statistic:k1,upper:2.0}]"],
+            "correction.rejection[0].level = (missing): required; allowed: one of token, sequence_mean, sequence_max, "
+            "sequence_sum",
+        ),
+        (
             ["correction.rejection=[{statistic:k2,level:sequence_max}]"],
             "correction.rejection[0].upper = null: a rule without bounds rejects nothing; allowed: "
             "lower, upper or both",
