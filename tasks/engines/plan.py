@@ -48,13 +48,21 @@ def shape_model(config: RunConfig, model_dir: Path | None = None) -> nn.Module:
     """The model on the meta device: shapes without storage. `model_dir` stands before the configuration's own."""
     folder = model_dir or (Path(config.model.path) if config.model.path else None)
     if folder is not None:
-        try:
-            hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        except (ValueError, OSError, KeyError) as error:
-            raise EngineError(f"{folder}/config.json: transformers cannot build this model: {error}") from error
-    else:
-        assert config.model.architecture is not None
-        hf_config = tiny_config(config.model.architecture, eos_token_id=1)
+        return folder_shape(folder)
+    assert config.model.architecture is not None
+    return _on_meta(tiny_config(config.model.architecture, eos_token_id=1))
+
+
+def folder_shape(folder: Path) -> nn.Module:
+    """The model of a Hugging Face folder on the meta device; `EngineError` for one that cannot be built."""
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise EngineError(f"{folder}/config.json: transformers cannot build this model: {error}") from error
+    return _on_meta(hf_config)
+
+
+def _on_meta(hf_config: Any) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
     return model

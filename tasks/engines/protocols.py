@@ -13,8 +13,8 @@ from typing import Protocol
 from torch import Tensor
 
 from conf.schema import Recipe
-from tasks.numerics.calibration import Scales
 from tasks.numerics.fp8_linear import BlockSpec
+from tasks.numerics.kv_scales import Scales
 
 
 class EngineError(RuntimeError):

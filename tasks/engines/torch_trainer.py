@@ -28,10 +28,10 @@ from tasks.engines.torch_linears import (
 from tasks.engines.torch_models import forward_hidden, loaded_model, weights
 from tasks.engines.torch_optimizer import build_optimizer
 from tasks.engines.torch_policy import TorchPolicy
-from tasks.numerics.calibration import CalibrationError, CalibrationObserver, Scales
+from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.fingerprint import combine, fingerprint
 from tasks.numerics.fp8 import quantize_weight_as
-from tasks.numerics.kv_scales import scale_faults, scales_from_json, scales_to_json
+from tasks.numerics.kv_scales import CalibrationError, Scales, scale_faults, scales_from_json, scales_to_json
 from tasks.numerics.loss import policy_loss
 from tasks.numerics.token_sample import sample_tokens
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from conf.schema import LinearPrecision, Recipe, VllmRollout
 from conf.schema.vllm import KV_NAMES, vllm_problems
@@ -29,16 +27,8 @@ class Model:
     rows: Mapping[str, int]
 
 
-def shape_model(folder: Path) -> nn.Module:
-    """The shapes and names of a Hugging Face folder's model, without storage."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model
-
-
 def model_of(folder: Path, shapes: nn.Module, precision: LinearPrecision) -> Model:
-    """What `engine_arguments` needs of a model, from its `shape_model`."""
+    """What `engine_arguments` needs of a model, from its shapes (`tasks.engines.plan.folder_shape`)."""
     rows = {name: module.out_features for name, module in shapes.named_modules() if isinstance(module, nn.Linear)}
     return Model(folder, plan_linears(shapes, precision), rows)
 

@@ -25,7 +25,8 @@ from pydantic import TypeAdapter
 from conf.schema import Benchmark, Recipe, VllmRollout
 from conf.schema.base import Section
 from conf.schema.benchmark import Point
-from tasks.engines.vllm_arguments import engine_arguments, model_of, shape_model
+from tasks.engines.plan import folder_shape
+from tasks.engines.vllm_arguments import engine_arguments, model_of
 
 
 class Rung(Section):
@@ -71,7 +72,7 @@ class _Engine:
         settings = _settings(rung)
         start = time.perf_counter()
         folder = Path(rung.model_dir)
-        model = model_of(folder, shape_model(folder), rung.recipe.rollout_linears)
+        model = model_of(folder, folder_shape(folder), rung.recipe.rollout_linears)
         arguments = engine_arguments(model, rung.recipe, settings, "", on_cpu)
         # Preemptions are counted by vLLM's statistics; weights stay what they are.
         del arguments["weight_transfer_config"]

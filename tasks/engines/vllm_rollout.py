@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 
 from conf.schema import Recipe, VllmRollout
 from tasks.engines import vllm_cpu, vllm_private, vllm_transfer
+from tasks.engines.plan import folder_shape
 from tasks.engines.precision_plan import block_spec, scale_name
 from tasks.engines.protocols import (
     EngineError,
@@ -37,7 +38,7 @@ from tasks.engines.protocols import (
     WeightVersionError,
 )
 from tasks.engines.rollout_checks import Held, check_payload, check_request
-from tasks.engines.vllm_arguments import engine_arguments, model_of, shape_model
+from tasks.engines.vllm_arguments import engine_arguments, model_of
 from tasks.engines.vllm_worker import ReadBack
 from tasks.numerics.fp8_linear import BlockSpec
 from tasks.numerics.kv_scales import Scales
@@ -85,7 +86,7 @@ class VllmRolloutEngine:
     def __init__(self, model_dir: Path, recipe: Recipe, settings: VllmRollout) -> None:
         vllm_private.check_version()
         self._recipe, self._settings = recipe, settings
-        shapes = shape_model(model_dir)
+        shapes = folder_shape(model_dir)
         model = model_of(model_dir, shapes, recipe.rollout_linears)
         self._held = _expected(shapes, model.plan.quantized, recipe.rollout_linears.weight_block)
         config: Any = shapes.config

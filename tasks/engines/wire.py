@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tasks.engines.protocols import SyncPayload
-from tasks.numerics.calibration import Scales
+from tasks.numerics.kv_scales import Scales
 
 _DTYPES = {str(d): d for d in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu)}
 
