@@ -11,10 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import ray
 import yaml
+from ray.actor import ActorHandle
 
 from conf.compose import flatten, resolved
-from conf.schema import RunConfig
+from conf.schema import Recipe, RunConfig
 from flows.console import Console
 from flows.environment import tracking_uri
 from flows.identity import RunIdentity, identify
@@ -23,10 +25,10 @@ from flows.top_tokens import TOP_TOKENS, TopTokens
 from infra.journal import Journal
 from infra.mlflow_writer import MlflowWriter
 from infra.provenance import git_commit
-from infra.ray_cluster import await_ready, ray_cluster, spawn
+from infra.ray_cluster import await_ready, cluster_has_gpus, ray_cluster, spawn
 from infra.store import CheckpointStore
 from tasks.actors import RolloutActor, TrainerActor
-from tasks.calls import Engines
+from tasks.calls import Engines, wait
 from tasks.data.examples import Dataset
 from tasks.data.grading import Grader
 from tasks.data.loading import load_dataset
@@ -47,6 +49,7 @@ class Session:
         dataset: Dataset,
         grader: Grader,
         console: Console,
+        actors: RunActors,
     ) -> None:
         self.config = config
         self.identity = identity
@@ -56,12 +59,22 @@ class Session:
         self.dataset = dataset
         self.grader = grader
         self.console = console
+        self._actors = actors
         self.start_step = identity.start_step
         self.top_tokens = TopTokens(folder / TOP_TOKENS)
 
     @property
     def storage_target(self) -> tuple[str, dict[str, Any]]:
         return storage_target(self.config)
+
+    def rebuild_rollout(self, phase: str, recipe: Recipe, model_dir: str) -> None:
+        """An empty rollout engine for `recipe` in place of the present one.
+
+        vLLM gets a new process: one that held an engine on a GPU can hold no other.
+        """
+        if self.config.rollout.engine == "vllm":
+            self.engines.rollout = self._actors.replace_rollout(self.engines.rollout)
+        wait(phase, self.engines.rollout.build.remote(self.config, recipe, model_dir))
 
     def mlflow_run_id(self) -> str | None:
         """Id of the MLflow run, None while its store cannot be reached."""
@@ -97,14 +110,15 @@ def open_session(
         _take_over_records(config, identity, journal)
         loading = pool.submit(load_dataset, config.data)
         stack.enter_context(ray_cluster(config.cluster, namespace=f"fp8-grpo-{identity.name}"))
-        engines = _start_actors(config, f"fp8-grpo-{flow_run_id}-{run_count}")
+        actors = RunActors(config, f"fp8-grpo-{flow_run_id}-{run_count}")
+        engines = Engines(actors.rollout(), actors.trainer())
         dataset = loading.result()
         grader = stack.enter_context(Grader(dataset.grader, config.data.answer_time_limit_s))
         writer = _writer(config, identity, folder, journal, flow_run_id)
         stack.enter_context(_closing(writer, config, console))
         writer.add_artifact(folder / "config.yaml")
         _await_actors(engines, config)
-        yield Session(config, identity, folder, Record(journal, writer), engines, dataset, grader, console)
+        yield Session(config, identity, folder, Record(journal, writer), engines, dataset, grader, console, actors)
 
 
 def _set_aside(folder: Path) -> None:
@@ -135,10 +149,32 @@ def _knows(journal: Journal, step: int) -> bool:
     return step == 0 or journal.find("step", step) is not None
 
 
-def _start_actors(config: RunConfig, name: str) -> Engines:
-    rollout = spawn(RolloutActor, f"{name}-rollout", config.rollout.threads, config.cluster)
-    trainer = spawn(TrainerActor, f"{name}-trainer", config.trainer.threads, config.cluster)
-    return Engines(rollout, trainer)
+class RunActors:
+    """Starts the actors of a run, each under a name that no other has had."""
+
+    def __init__(self, config: RunConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._rollouts = 0
+
+    def trainer(self) -> ActorHandle:
+        return spawn(TrainerActor, f"{self._name}-trainer", self._config.trainer.threads, self._config.cluster)
+
+    def rollout(self) -> ActorHandle:
+        config = self._config
+        gpus = config.cluster.rollout_gpus
+        if gpus is None:
+            gpus = 1.0 if config.rollout.engine == "vllm" and cluster_has_gpus() else 0.0
+        self._rollouts += 1
+        name = f"{self._name}-rollout-{self._rollouts}"
+        return spawn(RolloutActor, name, config.rollout.threads, config.cluster, gpus)
+
+    def replace_rollout(self, old: ActorHandle) -> ActorHandle:
+        """A new process for the rollout engine, after the end of the old one and of what it held."""
+        ray.kill(old)
+        new = self.rollout()
+        await_ready({"rollout": new}, self._config.cluster)
+        return new
 
 
 def _await_actors(engines: Engines, config: RunConfig) -> None:

@@ -10,7 +10,6 @@ from flows.sampling import Sampler
 from flows.session import Session
 from infra.provenance import peak_memory_gb
 from tasks.calibrate import calibrate
-from tasks.calls import wait
 from tasks.checkpoint import checkpoint
 from tasks.data.tokens import TextCodec
 from tasks.engines.step_inputs import correction_of
@@ -78,7 +77,7 @@ class Stepper:
                 self._s.console.say(f"warning, step {step}: {text}")
 
     def _sync(self) -> dict[str, float]:
-        metrics = sync(self._s.engines, self._recipe, self._expected_linears)
+        metrics = sync(self._s.engines, self._recipe, self._expected_linears, self._s.config.cluster)
         return {name: value for name, value in metrics.items() if name != "version"}
 
     def evaluate(self, step: int, metric: str = "eval/accuracy") -> dict[str, float]:
@@ -92,7 +91,7 @@ class Stepper:
         s = self._s
         self._recipe = high_precision_rollout(s.config.recipe)
         self._expected_linears = ()
-        wait("build (BF16 rollout)", s.engines.rollout.build.remote(s.config, self._recipe, self._model_dir))
+        s.rebuild_rollout("build (BF16 rollout)", self._recipe, self._model_dir)
         metrics = self.evaluate(step, "eval/accuracy_bf16")
         return {"eval/accuracy_bf16": metrics["eval/accuracy_bf16"]}
 

@@ -90,7 +90,7 @@ def _prepare(session: Session) -> Stepper:
             s.console.say(
                 f"the checkpoint of step {s.identity.start_step} is damaged; the run goes on after step {s.start_step}"
             )
-        sync(s.engines, config.recipe, linears)
+        sync(s.engines, config.recipe, linears, config.cluster)
     return stepper
 
 

@@ -61,19 +61,26 @@ def _arguments(cluster: Cluster, namespace: str) -> dict[str, Any]:
     }
 
 
-def spawn(actor_class: type, name: str, threads: int, cluster: Cluster, *args: object) -> ActorHandle:
+def cluster_has_gpus() -> bool:
+    """Whether any node of the cluster has a GPU that Ray hands out."""
+    return bool(ray.cluster_resources().get("GPU", 0.0) > 0)
+
+
+def spawn(actor_class: type, name: str, threads: int, cluster: Cluster, gpus: float = 0.0) -> ActorHandle:
     """Start an actor under a name that must be new: a leftover of another run is never adopted.
 
-    The actor dies with the driver. `threads` bounds its CPU threads. It is not ready yet: see `await_ready`.
+    The actor dies with the driver. `threads` bounds its CPU threads; `gpus` are reserved for it, and it sees no
+    others. It is not ready yet: see `await_ready`.
     """
     options = {
         "name": name,
         "max_restarts": 0,
         # A local Ray serves this run alone, and its engines take turns.
         "num_cpus": threads if cluster.kind == "existing" else 0,
+        "num_gpus": gpus,
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
     }
-    handle: ActorHandle = ray.remote(actor_class).options(**options).remote(*args)
+    handle: ActorHandle = ray.remote(actor_class).options(**options).remote()
     return handle
 
 
@@ -83,9 +90,10 @@ def await_ready(handles: dict[str, ActorHandle], cluster: Cluster) -> None:
     done, late = ray.wait(list(refs), num_returns=len(refs), timeout=cluster.startup_timeout_s)
     if late:
         roles = ", ".join(sorted(refs[ref] for ref in late))
+        free = ray.available_resources()
         raise ClusterError(
             f"not ready within cluster.startup_timeout_s={cluster.startup_timeout_s}: {roles}; "
-            f"the cluster has {ray.available_resources().get('CPU', 0):g} free CPU slots"
+            f"the cluster has {free.get('CPU', 0):g} free CPU slots and {free.get('GPU', 0):g} free GPUs"
         )
     for ref in done:
         try:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ray.actor import ActorHandle
 from torch import Tensor
 
 from conf.schema import Recipe, RunConfig
@@ -21,13 +23,15 @@ from tasks.engines.protocols import (
     RolloutBatch,
     RolloutEngine,
     Scores,
+    SyncHeader,
     TokenRows,
     TrainerEngine,
 )
 from tasks.engines.registry import build_rollout, build_trainer
+from tasks.engines.transport import Arrivals, Chunk, send
 from tasks.engines.warm_start import WarmStartSpec, cached_warm_start
-from tasks.engines.wire import WirePayload, pack, unpack
 from tasks.numerics.mismatch_detail import TokenOffence, top_offenders
+from tasks.rollout_link import RolloutLink
 
 Metrics = dict[str, float]
 log = logging.getLogger(__name__)
@@ -38,14 +42,16 @@ class RolloutActor:
 
     def __init__(self) -> None:
         self._built: RolloutEngine | None = None
+        self._arrivals: Arrivals | None = None
 
     def ping(self) -> str:
         return "rollout"
 
     def build(self, config: RunConfig, recipe: Recipe, model_dir: str) -> None:
         """Build or replace the engine; the new one is empty until a sync."""
-        self._built = None
+        self._built = self._arrivals = None
         self._built = build_rollout(config, recipe, Path(model_dir))
+        self._arrivals = Arrivals(self._built)
 
     @property
     def _engine(self) -> RolloutEngine:
@@ -53,8 +59,23 @@ class RolloutActor:
             raise EngineError("the rollout engine was not built")
         return self._built
 
-    def load_weights(self, payload: WirePayload) -> None:
-        self._engine.load_weights(unpack(payload))
+    @property
+    def _receiving(self) -> Arrivals:
+        if self._arrivals is None:
+            raise EngineError("the rollout engine was not built")
+        return self._arrivals
+
+    def begin_sync(self, header: SyncHeader) -> str | None:
+        return self._receiving.begin(header)
+
+    def receive(self, chunk: Chunk) -> None:
+        self._receiving.receive(chunk)
+
+    def finish_sync(self) -> None:
+        self._receiving.finish()
+
+    def sleep(self) -> None:
+        self._engine.sleep()
 
     def report(self) -> EngineReport:
         return self._engine.report()
@@ -99,11 +120,26 @@ class TrainerActor:
             raise EngineError("the trainer engine was not built")
         return self._built
 
-    def export_weights(self, recipe: Recipe) -> tuple[dict[str, Any], WirePayload]:
-        """Two results: what was sent in short (for the audit), and the payload itself."""
+    def send_weights(self, recipe: Recipe, rollout: ActorHandle, buffer_mb: int, timeout_s: float) -> dict[str, Any]:
+        """Quantise once and install in the rollout actor, in chunks of `buffer_mb` MiB.
+
+        Returns what was sent in short (for the audit), and `metrics`: seconds of both parts, and the bytes.
+        """
+        start = time.perf_counter()
         payload = self._engine.export_weights(recipe)
-        sent = {"version": payload.version, "scales": payload.kv_scales, "fingerprints": payload.fingerprints}
-        return sent, pack(payload)
+        exported = time.perf_counter()
+        sent = send(payload, RolloutLink(rollout, timeout_s), buffer_mb * 2**20)
+        metrics = {
+            "time/sync_export_s": exported - start,
+            "time/sync_transfer_s": time.perf_counter() - exported,
+            "sync/gb": sent.bytes / 1e9,
+        }
+        return {
+            "version": payload.version,
+            "scales": payload.kv_scales,
+            "fingerprints": payload.fingerprints,
+            "metrics": metrics,
+        }
 
     def report(self) -> EngineReport:
         return self._engine.report()

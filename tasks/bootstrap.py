@@ -108,7 +108,7 @@ def bootstrap(
             count = min(policy.max_sequences, len(dataset.train))
             examples = dataset.batch(config.seed, 0, count)
             wait("bootstrap (calibrate)", engines.trainer.calibrate.remote(prompt_rows(examples, codec)))
-            sync.fn(engines, config.recipe, expected_linears)
+            sync.fn(engines, config.recipe, expected_linears, config.cluster)
             prompts = sampling_prompts(examples, codec, config.seed, _BOOTSTRAP_STEP, 1)
             request = GenerateRequest(
                 0, prompts, config.rollout.max_new_tokens, config.rollout.temperature, codec.eos_token_ids
@@ -119,5 +119,5 @@ def bootstrap(
                 "bootstrap (calibrate)",
                 engines.trainer.calibrate_on_batch.remote(batch, policy.max_sequences),
             )
-        sync.fn(engines, config.recipe, expected_linears)
+        sync.fn(engines, config.recipe, expected_linears, config.cluster)
     return {"time/bootstrap_s": watch.seconds}

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from prefect.cache_policies import NO_CACHE
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from tasks.engines.protocols import EngineError
 
@@ -53,10 +53,12 @@ class Engines:
         self.trainer = trainer
 
 
-def wait(phase: str, ref: Any) -> Any:
-    """The value of an actor call; any failure is a `PhaseError` that names the phase."""
+def wait(phase: str, ref: Any, timeout_s: float | None = None) -> Any:
+    """The value of an actor call; any failure is a `PhaseError` that names the phase, lateness included."""
     try:
-        return ray.get(ref)
+        return ray.get(ref, timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise PhaseError(f"{phase}: no answer within {timeout_s:g} s") from error
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
         raise PhaseError(f"{phase}: {type(cause).__name__}: {cause}") from error

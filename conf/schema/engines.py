@@ -74,6 +74,7 @@ _OWNED: Final[Mapping[str, str]] = {
     "weight_transfer_config": "scale-sync",
     "worker_extension_cls": "the read-back after each sync",
     "additional_config": "the recipe",
+    "enable_sleep_mode": "rollout.sleep_level",
 }
 """Engine arguments that are no user's choice, with what decides them."""
 
@@ -137,6 +138,10 @@ class VllmRollout(_Sampling):
 
     cudagraph_capture_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], ListAsTuple] | None = None
     """Batch sizes for which CUDA graphs are captured (sequences, each >= 1); null lets vLLM choose."""
+
+    sleep_level: Literal[0, 1, 2] = 0
+    """What the device's memory is after sampling, until the next sync: 0 kept, 1 given back with the weights in host
+    memory, 2 given back and the weights dropped. GPU only."""
 
     engine_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Further arguments of vLLM's engine, by vLLM's names. They win over this engine's own, never over the recipe."""

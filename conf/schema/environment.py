@@ -37,6 +37,15 @@ class Cluster(Section):
     startup_timeout_s: float = Field(default=120.0, gt=0.0)
     """Longest wait for Ray and for the engines' actors to start (seconds, > 0)."""
 
+    rollout_gpus: float | None = Field(default=None, ge=0.0)
+    """GPUs that Ray reserves for the rollout engine (>= 0; a fraction shares one); null: 1 for vLLM, if any."""
+
+    sync_buffer_mb: int = Field(default=64, ge=1)
+    """Largest chunk in which weights travel to the rollout engine; two are under way at once (MiB, >= 1)."""
+
+    sync_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Longest wait for each answer of the rollout engine in a sync (seconds, > 0)."""
+
     @field_validator("address")
     @classmethod
     def _address_fits_kind(cls, value: str | None, info: ValidationInfo) -> str | None:

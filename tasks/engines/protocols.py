@@ -6,10 +6,12 @@ really runs. `tests/contract/` states the behaviour that every implementation ow
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from conf.schema import Recipe
@@ -98,6 +100,23 @@ class RolloutBatch:
 
 
 @dataclass(frozen=True)
+class TensorForm:
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class SyncHeader:
+    """What a sync will bring: the version, the form of every tensor by name, and the Q/K/V scales themselves."""
+
+    version: int
+    forms: dict[str, TensorForm]
+    kv_scales: Scales
+
+
+@dataclass(frozen=True)
 class SyncPayload:
     """Weights of one version as the recipe's rollout side holds them.
 
@@ -111,6 +130,11 @@ class SyncPayload:
     tensors: dict[str, Tensor]
     kv_scales: Scales
     fingerprints: dict[str, int]
+
+    @property
+    def header(self) -> SyncHeader:
+        forms = {name: TensorForm(tuple(t.shape), t.dtype) for name, t in self.tensors.items()}
+        return SyncHeader(self.version, forms, self.kv_scales)
 
 
 @dataclass(frozen=True)
@@ -147,8 +171,32 @@ class Scores:
 class RolloutEngine(Protocol):
     """Generates under weights that a sync brought; never under any others."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where `receive` wants its tensors."""
+        ...
+
     def load_weights(self, payload: SyncPayload) -> None:
         """Install a version, all or nothing: on `SyncError` the engine is dirty and refuses to generate."""
+        ...
+
+    def begin_sync(self, header: SyncHeader) -> None:
+        """`load_weights` in parts: this, then `receive` until every tensor has come, then `finish_sync`.
+
+        Raises `SyncError` for a header that does not fit; the engine is dirty from here to the end of `finish_sync`.
+        """
+        ...
+
+    def receive(self, tensors: Mapping[str, Tensor]) -> None:
+        """Some of the header's tensors, each whole and once."""
+        ...
+
+    def finish_sync(self) -> None:
+        """From here on the engine holds the version."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the device's memory to others; the next sync wakes the engine. Until then nothing can be asked of it."""
         ...
 
     def generate(self, request: GenerateRequest) -> RolloutBatch:

@@ -3,45 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from tasks.engines.protocols import EngineError, GenerateRequest, SyncError, SyncPayload
+from tasks.engines.protocols import EngineError, GenerateRequest, SyncError, SyncHeader, TensorForm
 from tasks.numerics.kv_scales import scale_faults
 
 
-@dataclass(frozen=True)
-class Held:
-    """Shape and dtype of a tensor that an engine holds."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def held_as(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
+def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorForm]:
     """The form of live tensors, by the same names."""
-    return {name: Held(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    return {name: TensorForm(tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
 
-def check_payload(payload: SyncPayload, held: Mapping[str, Held], layers: int, heads: int | None) -> None:
-    """`SyncError` unless the payload brings every held tensor in its form, no other, and usable scales.
+def check_header(header: SyncHeader, held: Mapping[str, TensorForm], layers: int, heads: int | None) -> None:
+    """`SyncError` unless the sync brings every held tensor in its form, no other, and usable scales.
 
     `layers` with Q/K/V scales (0 without an FP8 cache); `heads` as in `scale_faults`.
     """
-    missing, extra = sorted(held.keys() - payload.tensors.keys()), sorted(payload.tensors.keys() - held.keys())
+    missing, extra = sorted(held.keys() - header.forms.keys()), sorted(header.forms.keys() - held.keys())
     if missing or extra:
         raise SyncError(f"a sync brings every tensor and no other: missing {missing[:3]}, extra {extra[:3]}")
-    faults = scale_faults(payload.kv_scales, layers, heads)
+    faults = scale_faults(header.kv_scales, layers, heads)
     if faults:
         raise SyncError(f"Q/K/V scales do not fit the recipe: {'; '.join(faults[:3])}")
     for name, form in held.items():
-        sent = payload.tensors[name]
-        if tuple(sent.shape) != form.shape or sent.dtype != form.dtype:
-            raise SyncError(
-                f"{name}: sent {tuple(sent.shape)} {sent.dtype}, the engine holds {form.shape} {form.dtype}"
-            )
+        check_form(name, header.forms[name], form)
+
+
+def check_form(name: str, sent: TensorForm, held: TensorForm) -> None:
+    """`SyncError` where a tensor does not come as it is held."""
+    if sent != held:
+        raise SyncError(f"{name}: sent {sent.shape} {sent.dtype}, the engine holds {held.shape} {held.dtype}")
 
 
 def check_request(request: GenerateRequest, positions: int, vocabulary: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from tasks.engines.protocols import (
     GenerateRequest,
     Prompt,
     RolloutBatch,
-    SyncPayload,
+    SyncHeader,
     WeightVersionError,
 )
-from tasks.engines.rollout_checks import check_payload, check_request, held_as
+from tasks.engines.rollout_checks import check_header, check_request, forms_of
+from tasks.engines.sync_steps import StepwiseSync
 from tasks.engines.torch_attention import CachedAttention, install_hook, scale_heads
 from tasks.engines.torch_linears import Fp8InferenceLinear, use_fp8_inference
 from tasks.engines.torch_models import empty_model, forward_hidden, head_logits, weights
@@ -36,7 +38,7 @@ class _Decoded:
     truncated: Tensor
 
 
-class TorchRolloutEngine:
+class TorchRolloutEngine(StepwiseSync):
     """See `tasks.engines.protocols.RolloutEngine`. Compute is BF16; quantised linears and cache as the recipe says."""
 
     name = "torch"
@@ -50,22 +52,36 @@ class TorchRolloutEngine:
         use_fp8_inference(self._model, plan.quantized, block_spec(recipe.rollout_linears))
         self._attention = CachedAttention(recipe.kv.quantized, recipe.kv.quantize_query)
         self._layers = install_hook(self._model, self._attention)
-        self._version: int | None = None
         self._slots = 0
 
-    def load_weights(self, payload: SyncPayload) -> None:
-        self._version = None
-        held = weights(self._model)
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def sleep(self) -> None:
+        """Nothing: the engine shares no device."""
+
+    def _check(self, header: SyncHeader) -> None:
         layers = self._layers if self._recipe.kv.quantized else 0
-        check_payload(payload, held_as(held), layers, scale_heads(self._model, self._recipe.calibration))
-        scales = dict(payload.kv_scales)
-        for name, target in held.items():
-            target.copy_(payload.tensors[name])
+        heads = scale_heads(self._model, self._recipe.calibration)
+        check_header(header, forms_of(weights(self._model)), layers, heads)
+
+    def _start(self) -> None:
+        """Nothing: tensors are copied over the old ones."""
+
+    def _install(self, tensors: Mapping[str, Tensor]) -> None:
+        held = weights(self._model)
+        for name, tensor in tensors.items():
+            held[name].copy_(tensor)
+
+    def _finish(self, header: SyncHeader) -> None:
         for module in self._model.modules():
             if isinstance(module, Fp8InferenceLinear):
                 module.install()
-        self._attention.scales = scales
-        self._version = payload.version
+        self._attention.scales = dict(header.kv_scales)
+
+    def _recover(self) -> None:
+        """Nothing: the next sync brings every tensor."""
 
     def generate(self, request: GenerateRequest) -> RolloutBatch:
         if self._version != request.weight_version:

@@ -43,6 +43,8 @@ def engine_arguments(
     plan = model.plan
     problems = [str(problem) for problem in vllm_problems(settings, recipe)]
     problems += [*_split_fusions(plan), *_split_blocks(model, recipe.rollout_linears.weight_block[0])]
+    if on_cpu and settings.sleep_level:
+        problems.append(f"rollout.sleep_level = {settings.sleep_level}: vLLM on CPU does not sleep; allowed: 0")
     if problems:
         raise EngineError("rollout=vllm cannot run this configuration:\n" + "\n".join(problems))
     given: dict[str, Any] = dict(settings.engine_args)
@@ -88,6 +90,7 @@ def _placement(settings: VllmRollout, on_cpu: bool) -> dict[str, Any]:
         "tensor_parallel_size": settings.tensor_parallel_size,
         "max_num_seqs": settings.batch_size,
         "enforce_eager": eager,
+        "enable_sleep_mode": True if settings.sleep_level else None,
         "distributed_executor_backend": "uni",
     }
     return {name: value for name, value in chosen.items() if value is not None}

@@ -56,6 +56,12 @@ def cache_tokens(llm: Any) -> int:
     return int(cache.num_gpu_blocks) * int(cache.block_size)
 
 
+def caches(model_runner: Any) -> Iterator[Tensor]:
+    """The tensors of a worker's KV cache."""
+    for cache in model_runner.kv_caches:
+        yield from cache if isinstance(cache, list) else [cache]
+
+
 @dataclass(frozen=True)
 class LiveLinear:
     """One linear layer of vLLM, which holds one or several of the model's side by side.

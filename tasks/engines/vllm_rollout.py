@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -33,11 +33,12 @@ from tasks.engines.protocols import (
     GenerateRequest,
     Prompt,
     RolloutBatch,
-    SyncError,
-    SyncPayload,
+    SyncHeader,
+    TensorForm,
     WeightVersionError,
 )
-from tasks.engines.rollout_checks import Held, check_payload, check_request
+from tasks.engines.rollout_checks import check_header, check_request
+from tasks.engines.sync_steps import StepwiseSync
 from tasks.engines.vllm_arguments import engine_arguments, model_of
 from tasks.engines.vllm_worker import ReadBack
 from tasks.numerics.fp8_linear import BlockSpec
@@ -67,19 +68,31 @@ def _undisturbed() -> Iterator[None]:
             os.environ["LD_PRELOAD"] = preload
 
 
-def _expected(model: nn.Module, quantized: tuple[str, ...], block: tuple[int, int]) -> dict[str, Held]:
+def _expected(model: nn.Module, quantized: tuple[str, ...], block: tuple[int, int]) -> dict[str, TensorForm]:
     """What a sync has to bring."""
-    held = {name: Held(tuple(p.shape), torch.bfloat16) for name, p in model.named_parameters()}
+    held = {name: TensorForm(tuple(p.shape), torch.bfloat16) for name, p in model.named_parameters()}
     for module in quantized:
         name = f"{module}.weight"
         rows, columns = held[name].shape
-        held[name] = Held((rows, columns), torch.float8_e4m3fn)
-        held[scale_name(name)] = Held((-(-rows // block[0]), -(-columns // block[1])), torch.float32)
+        held[name] = TensorForm((rows, columns), torch.float8_e4m3fn)
+        held[scale_name(name)] = TensorForm((-(-rows // block[0]), -(-columns // block[1])), torch.float32)
     return held
 
 
-class VllmRolloutEngine:
-    """See `tasks.engines.protocols.RolloutEngine`. Each request starts with an empty prefix cache."""
+@dataclass(frozen=True)
+class _Slept:
+    """What a sleeping engine held: version (None where its weights are dropped) and Q/K/V scales."""
+
+    version: int | None
+    scales: Scales
+
+
+class VllmRolloutEngine(StepwiseSync):
+    """See `tasks.engines.protocols.RolloutEngine`. Each request starts with an empty prefix cache.
+
+    On a GPU a process can hold one engine in its life: graphs of a second cannot be captured, and the allocator of
+    sleep mode serves one. After a failure there, the engine is closed and its process has to be replaced.
+    """
 
     name = "vllm"
 
@@ -95,7 +108,8 @@ class VllmRolloutEngine:
         self._positions = min(positions, settings.max_model_len or positions)
         self._on_cpu = bool(current_platform.is_cpu())
         self._arguments = engine_arguments(model, recipe, settings, vllm_transfer.BACKEND, self._on_cpu)
-        self._version: int | None = None
+        self._slept: _Slept | None = None
+        self._scales: Scales = {}
         self._llm: LLM | None = None
         self._release: Callable[[], object] = lambda: None
         self._build()
@@ -116,7 +130,7 @@ class VllmRolloutEngine:
 
     def close(self) -> None:
         """Give the memory back; the engine holds no version afterwards."""
-        self._version = None
+        self._version, self._slept = None, None
         self._llm = None
         self._release()
 
@@ -126,25 +140,72 @@ class VllmRolloutEngine:
             raise EngineError("the vLLM engine was closed")
         return self._llm
 
-    def load_weights(self, payload: SyncPayload) -> None:
-        self._version = None
-        check_payload(payload, self._held, self._layers if self._recipe.kv.quantized else 0, None)
-        try:
-            self._install(payload)
-        except Exception as error:
-            # Whatever it was, layers may be half loaded, and vLLM has no way back.
-            self._build()
-            raise SyncError(f"vLLM failed during the sync of version {payload.version}: {error}") from error
-        self._version = payload.version
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self._on_cpu else "cuda")
 
-    def _install(self, payload: SyncPayload) -> None:
+    def _check(self, header: SyncHeader) -> None:
+        check_header(header, self._held, self._layers if self._recipe.kv.quantized else 0, None)
+
+    def _start(self) -> None:
         llm = self._live
         if llm.llm_engine.has_unfinished_requests():
             raise EngineError("requests are in flight")
+        if self._slept is not None:
+            llm.wake_up(tags=["weights"])
         llm.start_weight_update()
-        llm.update_weights({"update_info": {"tensors": payload.tensors | _scale_tensors(payload.kv_scales)}})
-        llm.finish_weight_update()
+
+    def _install(self, tensors: Mapping[str, Tensor]) -> None:
+        self._live.update_weights({"update_info": {"tensors": dict(tensors)}})
+
+    def _finish(self, header: SyncHeader) -> None:
+        if self._slept is not None:
+            # Before the scales, which waking sets to 1; after the weights, for the room that loading takes.
+            self._live.wake_up(tags=["kv_cache"])
+            self._slept = None
+        self._scales = header.kv_scales
+        if header.kv_scales:
+            self._install(_scale_tensors(header.kv_scales))
+        self._live.finish_weight_update()
         self._forget_prefixes()
+
+    def _recover(self) -> None:
+        """vLLM has no way back from half a sync."""
+        if self._on_cpu:
+            self._build()
+        else:
+            self.close()
+
+    def sleep(self) -> None:
+        """Level 1 keeps the weights in host memory for `wake`; after level 2 only a sync brings weights."""
+        level = self._settings.sleep_level
+        if level and self._slept is None:
+            (taken,) = self._live.collective_rpc("fp8_grpo_taken_bytes")
+            before = torch.cuda.mem_get_info()[0]
+            self._live.sleep(level=level)
+            self._slept, self._version = _Slept(self._version if level == 1 else None, self._scales), None
+            freed = torch.cuda.mem_get_info()[0] - before
+            if freed < taken:
+                raise EngineError(f"asleep, the engine gave {freed} bytes back; its weights and KV cache take {taken}")
+
+    def wake(self) -> None:
+        """Undo `sleep` without a sync: the version, weights and scales of before."""
+        if self._slept is not None:
+            slept, self._slept = self._slept, None
+            try:
+                self._live.wake_up()
+                self.restore_scales(slept.scales)
+            except Exception as error:
+                self._recover()
+                raise EngineError(f"the vllm engine failed while it woke up: {error}") from error
+            self._version = slept.version
+
+    def restore_scales(self, scales: Scales) -> None:
+        """Set Q/K/V scales and nothing else: waking the cache leaves those of vLLM's layers at 1."""
+        if scales:
+            self._live.start_weight_update()
+            self._install(_scale_tensors(scales))
+            self._live.finish_weight_update()
 
     def _forget_prefixes(self) -> None:
         if not self._live.reset_prefix_cache():
@@ -170,7 +231,7 @@ class VllmRolloutEngine:
                 )
         except BaseException:
             # Requests may be left in flight; they would hold the cache and mix with the next ones.
-            self._build()
+            self._recover()
             raise
         return _assemble([prompt for prompt, _ in samples], outputs, request.weight_version)
 

@@ -90,6 +90,12 @@ class ReadBackExtension:
         for scale in vllm_private.scale_tensors(self.model_runner.get_model()):
             scale.fill_(1.0)
 
+    def fp8_grpo_taken_bytes(self) -> int:
+        """Device memory of weights and KV cache, each storage once."""
+        tensors = [*self.model_runner.get_model().parameters(), *vllm_private.caches(self.model_runner)]
+        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(sizes.values())
+
     @torch.no_grad()
     def fp8_grpo_read_back(self) -> ReadBack:
         model = self.model_runner.get_model()

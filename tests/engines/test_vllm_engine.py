@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tests.contract.engines import ROLLOUT_ENGINES, TRAINER_ENGINES, Workbench, 
 
 pytest.importorskip("vllm", reason="vLLM is not installed (extra engines-cpu)")
 
+from tasks.engines.transport import Arrivals, Chunk, send
 from tasks.engines.vllm_rollout import VllmRolloutEngine
 from tasks.engines.vllm_transfer import InProcessTransfer, plain_values
 
@@ -51,6 +52,17 @@ def _change(engine: VllmRolloutEngine, name: str, change: Any) -> None:
     engine._live.apply_model(apply)
 
 
+class InProcess:
+    """The far end of a sync in this process."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self.begin, self.finish, self._arrivals = arrivals.begin, arrivals.finish, arrivals
+
+    def receive(self, chunk: Chunk) -> Callable[[], None]:
+        self._arrivals.receive(chunk)
+        return lambda: None
+
+
 def _audit(bench: Workbench, engine: VllmRolloutEngine, recipe: str) -> None:
     payload = bench.payload(recipe)
     sent = {"version": 0, "scales": payload.kv_scales, "fingerprints": payload.fingerprints}
@@ -80,6 +92,30 @@ def test_a_failure_inside_vllm_leaves_a_dirty_engine_that_a_good_sync_mends(
     _audit(bench, engine, RECIPE)
     after = engine.generate(bench.request())
     torch.testing.assert_close(after.logprobs, before.logprobs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("limit", [4096, 100_000])
+def test_weights_in_small_chunks_are_the_same_weights(bench: Workbench, limit: int) -> None:
+    """A layer's tensors come in several updates then, and layers end in the middle of one."""
+    engine, payload = _engine(bench, RECIPE), bench.payload(RECIPE)
+    whole = engine.generate(bench.request())
+    sent = send(replace(payload, version=5), InProcess(Arrivals(engine)), limit)
+    assert sent.chunks > 1
+    report = engine.report()
+    assert (report.version, report.fingerprints, report.scales) == (5, payload.fingerprints, payload.kv_scales)
+    parts = engine.generate(bench.request(weight_version=5))
+    torch.testing.assert_close(parts.logprobs, whole.logprobs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_scales_alone_can_be_set_again(bench: Workbench) -> None:
+    """As after waking up, when vLLM has set them to 1."""
+    engine, payload = _engine(bench, RECIPE), bench.payload(RECIPE)
+    before = engine.report()
+    for layer in range(2):
+        _change(engine, f"model.layers.{layer}.self_attn.attn", _device_scale)
+    assert engine.report() != before
+    engine.restore_scales(payload.kv_scales)
+    assert engine.report() == before
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_rollout_kv"])
