@@ -30,6 +30,7 @@ from tasks.engines.protocols import (
 from tasks.engines.registry import build_rollout, build_trainer
 from tasks.engines.transport import Arrivals, Chunk, send
 from tasks.engines.warm_start import WarmStartSpec, cached_warm_start
+from tasks.kernels import compiled_kernels
 from tasks.numerics.mismatch_detail import TokenOffence, top_offenders
 from tasks.rollout_link import RolloutLink
 
@@ -50,7 +51,8 @@ class RolloutActor:
     def build(self, config: RunConfig, recipe: Recipe, model_dir: str) -> None:
         """Build or replace the engine; the new one is empty until a sync."""
         self._built = self._arrivals = None
-        self._built = build_rollout(config, recipe, Path(model_dir))
+        with compiled_kernels(config):
+            self._built = build_rollout(config, recipe, Path(model_dir))
         self._arrivals = Arrivals(self._built)
 
     @property

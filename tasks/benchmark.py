@@ -16,6 +16,7 @@ from typing import Any
 
 from conf.schema import Benchmark, Recipe, VllmRollout
 from tasks.engines.protocols import EngineError
+from tasks.engines.vllm_arguments import engine_environment
 
 RECIPES = {"bf16": "bf16", "fp8_linear": "fp8_rollout", "fp8_linear_kv": "fp8_rollout_kv"}
 """Recipe whose rollout side each rung runs."""
@@ -57,7 +58,7 @@ def run_rung(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | own.environment,
+            env=os.environ | engine_environment(recipe) | own.environment,
         )
         try:
             process.communicate(json.dumps(spec).encode(), timeout=benchmark.mode_timeout_s)

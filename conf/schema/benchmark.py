@@ -85,6 +85,9 @@ class Benchmark(Section):
     slope_tokens: int = Field(default=256, ge=2)
     """Tokens decoded for each slope (tokens, >= 2)."""
 
+    slope_concurrency: int = Field(default=16, ge=1)
+    """Sequences decoded together for each slope (>= 1); their contexts have to fit the KV cache of every rung."""
+
     rungs: Rungs = Rungs()
     """Settings of each rung."""
 

@@ -40,7 +40,10 @@ class Cluster(Section):
     rollout_gpus: float | None = Field(default=None, ge=0.0)
     """GPUs that Ray reserves for the rollout engine (>= 0; a fraction shares one); null: 1 for vLLM, if any."""
 
-    sync_buffer_mb: int = Field(default=64, ge=1)
+    kernel_cache: str | None = Field(default=None, pattern=r"^[/~]")
+    """Folder on each node (from / or ~) for kernels that vLLM compiles; null leaves each library its own."""
+
+    sync_buffer_mb: int = Field(default=128, ge=1)
     """Largest chunk in which weights travel to the rollout engine; two are under way at once (MiB, >= 1)."""
 
     sync_timeout_s: float = Field(default=600.0, gt=0.0)
@@ -117,6 +120,11 @@ class Storage(Section):
 
     keep_last: int = Field(default=3, ge=1)
     """Newest checkpoints that are kept (>= 1)."""
+
+    keep_kernels: bool = False
+    """Whether the kernels of cluster.kernel_cache are kept here too, for machines with the same GPU and libraries.
+
+    They are code that will run there: the store has to be trusted like the checkout."""
 
     @field_validator("url")
     @classmethod

@@ -116,6 +116,15 @@ class RunConfig(Section):
             )
         return value
 
+    @field_validator("storage")
+    @classmethod
+    def _kernels_have_a_folder(cls, value: Storage, info: ValidationInfo) -> Storage:
+        cluster = info.data.get("cluster")
+        if value.keep_kernels and isinstance(cluster, Cluster) and cluster.kernel_cache is None:
+            wrong = "there is no folder of kernels to keep: cluster.kernel_cache is null"
+            raise Refusal(Problem("storage.keep_kernels", True, wrong, "false, or cluster.kernel_cache=FOLDER"))
+        return value
+
     @field_validator("model")
     @classmethod
     def _some_layer_is_left(cls, value: Model, info: ValidationInfo) -> Model:

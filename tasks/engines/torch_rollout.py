@@ -24,7 +24,7 @@ from tasks.engines.sync_steps import StepwiseSync
 from tasks.engines.torch_attention import CachedAttention, install_hook, scale_heads
 from tasks.engines.torch_linears import Fp8InferenceLinear, use_fp8_inference
 from tasks.engines.torch_models import empty_model, forward_hidden, head_logits, weights
-from tasks.numerics.fingerprint import fingerprint
+from tasks.numerics.fingerprint import fingerprints
 from tasks.numerics.logprobs import greedy_tokens, sample_tokens, uniforms
 
 
@@ -167,7 +167,7 @@ class TorchRolloutEngine(StepwiseSync):
             kv_dtype=str(self._attention.dtype).removeprefix("torch."),
             query_dtype="float8_e4m3fn" if self._attention.quantize_query else "bfloat16",
             scales=dict(self._attention.scales),
-            fingerprints={name: fingerprint(tensor) for name, tensor in held.items()},
+            fingerprints=fingerprints(held),
             block_specs=tuple(dict.fromkeys(m.spec for m in fp8.values())),
             problems=tuple(
                 f"{name}: the product does not use the weights that are held"

@@ -29,7 +29,7 @@ from tasks.engines.torch_models import forward_hidden, loaded_model, weights
 from tasks.engines.torch_optimizer import build_optimizer
 from tasks.engines.torch_policy import TorchPolicy
 from tasks.numerics.calibration import CalibrationObserver
-from tasks.numerics.fingerprint import combine, fingerprint
+from tasks.numerics.fingerprint import combine, fingerprints
 from tasks.numerics.fp8 import quantize_weight_as
 from tasks.numerics.kv_scales import CalibrationError, Scales, scale_faults, scales_from_json, scales_to_json
 from tasks.numerics.loss import policy_loss
@@ -73,7 +73,7 @@ class TorchTrainerEngine:
         if self._reference is not None:
             # Quantised as the policy is at the same moment: at equal weights the KL is exactly 0.
             share_delayed(self._policy.model, self._reference.model)
-            self._reference_print = combine({n: fingerprint(t) for n, t in weights(self._reference.model).items()})
+            self._reference_print = combine(fingerprints(weights(self._reference.model)))
         self._scales: Scales = {}
         self._version = 0
 
@@ -93,7 +93,7 @@ class TorchTrainerEngine:
             else:
                 tensors[name] = weight.clone()
         scales = dict(self._scales) if recipe.kv.quantized else {}
-        return SyncPayload(self._version, tensors, scales, {n: fingerprint(t) for n, t in tensors.items()})
+        return SyncPayload(self._version, tensors, scales, fingerprints(tensors))
 
     def _batches(self, batch: RolloutBatch) -> tuple[tuple[Tensor, ...], ...]:
         samples = batch.tokens.shape[0]
@@ -188,7 +188,7 @@ class TorchTrainerEngine:
             kv_dtype="bfloat16",
             query_dtype="bfloat16",
             scales=dict(self._scales),
-            fingerprints={name: fingerprint(t) for name, t in self._optimizer.weights().items()},
+            fingerprints=fingerprints(self._optimizer.weights()),
         )
 
     def save(self, directory: Path) -> None:

@@ -78,6 +78,17 @@ def engine_arguments(
     return arguments
 
 
+def engine_environment(recipe: Recipe) -> dict[str, str]:
+    """Variables of vLLM that the engine sets before it is built."""
+    return {
+        # Left to itself, vLLM rounds the block scales of FP8 weights to powers of two where DeepGEMM multiplies.
+        "VLLM_USE_DEEP_GEMM_E8M0": "1" if recipe.rollout_linears.scale == "power_of_two" else "0",
+        # FlashInfer's sampler has no seed for each request, and its block product quantises in its own way.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+    }
+
+
 def _placement(settings: VllmRollout, on_cpu: bool) -> dict[str, Any]:
     """Memory, devices, graphs; keys that are null are left to vLLM."""
     eager = on_cpu if settings.enforce_eager is None else settings.enforce_eager

@@ -151,7 +151,7 @@ def _row(engine: _Engine, rung: Rung, point: Point, repeats: int, headline: bool
 
 def _slope(engine: _Engine, rung: Rung, context: int) -> dict[str, Any]:
     """Seconds of a decode step after a prefill of `context` tokens: the prefill alone is measured and taken away."""
-    more, concurrency = rung.benchmark.slope_tokens, rung.benchmark.concurrency
+    more, concurrency = rung.benchmark.slope_tokens, rung.benchmark.slope_concurrency
     point = Point(prompt_tokens=context, response_tokens=more, concurrency=concurrency)
     before = engine.preemptions()
     # What compiles for these shapes compiles here, outside of both times.

@@ -39,7 +39,7 @@ from tasks.engines.protocols import (
 )
 from tasks.engines.rollout_checks import check_header, check_request
 from tasks.engines.sync_steps import StepwiseSync
-from tasks.engines.vllm_arguments import engine_arguments, model_of
+from tasks.engines.vllm_arguments import engine_arguments, engine_environment, model_of
 from tasks.engines.vllm_worker import ReadBack
 from tasks.numerics.fp8_linear import BlockSpec
 from tasks.numerics.kv_scales import Scales
@@ -47,7 +47,15 @@ from tasks.numerics.kv_scales import Scales
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises smaller ones to this, so that samples would be of another distribution than asked for."""
 
-for _noisy in ("vllm.renderers", "vllm.v1.worker.cpu_worker", "vllm.engine.arg_utils", "vllm.envs"):
+for _noisy in (
+    "vllm.renderers",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.engine.arg_utils",
+    "vllm.envs",
+    # At each sync: that rotary tables are no weights, and that scales are not those of a checkpoint.
+    "vllm.model_executor.model_loader.reload.layerwise",
+    "vllm.model_executor.layers.quantization.kv_cache",
+):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 
@@ -120,6 +128,7 @@ class VllmRolloutEngine(StepwiseSync):
         vllm_cpu.register()
         vllm_transfer.register()
         torch.set_num_threads(self._settings.threads)
+        os.environ.update(engine_environment(self._recipe))
         with _undisturbed():
             self._llm = LLM(**self._arguments)
         # Not at the interpreter's exit, when vLLM's modules are half gone.

@@ -23,7 +23,7 @@ from tasks.engines import vllm_cpu, vllm_private, vllm_transfer
 from tasks.engines.precision_plan import scale_name
 from tasks.engines.vllm_private import LiveAttention, LiveLinear
 from tasks.engines.vllm_transfer import Received, plain_values
-from tasks.numerics.fingerprint import fingerprint
+from tasks.numerics.fingerprint import fingerprint, fingerprints
 
 # Worker processes import this module by its name, and nothing else of ours.
 vllm_cpu.register()
@@ -42,10 +42,19 @@ class ReadBack:
     kernels: list[str] = field(default_factory=list)
     attentions: list[LiveAttention] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    live: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors whose fingerprints are still to be taken, all at once: each by itself would wait for the device."""
 
     def hold(self, name: str, tensor: Tensor, known: int | None = None) -> None:
-        self.fingerprints[name] = fingerprint(tensor) if known is None else known
+        if known is None:
+            self.live[name] = tensor
+        else:
+            self.fingerprints[name] = known
         self.sizes[name] = tensor.numel() * tensor.element_size()
+
+    def take_fingerprints(self) -> None:
+        self.fingerprints |= fingerprints(self.live)
+        self.live = {}
 
 
 def _identity(width: int, like: torch.device) -> Tensor:
@@ -118,6 +127,7 @@ class ReadBackExtension:
                     read.problems.append(f"{name}: logits do not come from the weights that are held")
         for name, parameter in vllm_private.other_parameters(model):
             read.hold(name, parameter)
+        read.take_fingerprints()
         read.attentions = list(vllm_private.attentions(model))
         return read
 

@@ -7,6 +7,8 @@ are summed modulo 2^64, which needs one pass, no host copy and no order of reduc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -26,14 +28,36 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def fingerprint(x: Tensor) -> int:
-    """64-bit fingerprint of the bytes of `x` in row-major order, its length in bytes included."""
+def _sum(x: Tensor) -> Tensor:
+    """The sum of mixed words, int64 on the device of `x`."""
     data = x.detach().contiguous().reshape(-1).view(torch.uint8)
-    size = data.numel()
-    padded = torch.nn.functional.pad(data, (0, -size % 8)).view(torch.int64)
+    spare = -data.numel() % 8
+    if spare:
+        data = torch.nn.functional.pad(data, (0, spare))
+    elif data.storage_offset() % 8:
+        # A word has to start at a multiple of its size.
+        data = data.clone()
+    padded = data.view(torch.int64)
     position = torch.arange(padded.numel(), device=padded.device, dtype=torch.int64)
     words = _mix(padded ^ _mix((position + 1) * _GOLDEN))
-    return (int(words.sum().item()) * 31 + size) & 0xFFFFFFFFFFFFFFFF
+    return words.sum()
+
+
+def _finish(total: int, x: Tensor) -> int:
+    return (total * 31 + x.numel() * x.element_size()) & 0xFFFFFFFFFFFFFFFF
+
+
+def fingerprint(x: Tensor) -> int:
+    """64-bit fingerprint of the bytes of `x` in row-major order, its length in bytes included."""
+    return _finish(int(_sum(x).item()), x)
+
+
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """`fingerprint` of each; all tensors are on one device, which is waited for once."""
+    if not tensors:
+        return {}
+    totals = torch.stack([_sum(x) for x in tensors.values()]).tolist()
+    return {name: _finish(total, x) for (name, x), total in zip(tensors.items(), totals, strict=True)}
 
 
 def combine(parts: dict[str, int]) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tasks.numerics.fingerprint import combine, fingerprint
+from tasks.numerics.fingerprint import combine, fingerprint, fingerprints
 from tasks.numerics.fp8 import WEIGHT_BLOCK, quantize
 from tests.unit.numerics_support import randn
 
@@ -158,3 +158,18 @@ def test_combine_depends_on_every_name_and_every_value() -> None:
         {},
     ]
     assert len({combine(v) for v in variants}) == len(variants)
+
+
+def test_many_fingerprints_are_those_of_each() -> None:
+    base = torch.arange(64, dtype=torch.uint8)
+    tensors = {
+        "whole words": base,
+        "a word from an odd place": base[3:11],
+        "ragged": base[5:18],
+        "transposed": base.reshape(8, 8).t(),
+        "codes": base.view(torch.float8_e4m3fn),
+        "nothing": torch.empty(0),
+    }
+    assert fingerprints(tensors) == {name: fingerprint(x) for name, x in tensors.items()}
+    assert fingerprints(tensors)["a word from an odd place"] == reference(bytes(range(3, 11)))
+    assert fingerprints({}) == {}
