@@ -26,13 +26,15 @@ _RESERVED: Final = {
 }
 
 
-def preflight(config: RunConfig) -> None:
+def preflight(config: RunConfig, data: bool = True) -> None:
     """Check what only this machine can answer: reads small files, imports reasoning_gym if the data needs it.
+
+    `data`: whether the prompts and their verifier are used at all.
 
     Raises:
         ConfigError: with one line for every problem found.
     """
-    problems = [*_model_problems(config), *_data_problems(config), *_engine_problems(config)]
+    problems = [*_model_problems(config), *(_data_problems(config) if data else ()), *_engine_problems(config)]
     if problems:
         raise ConfigError([str(problem) for problem in problems])
 

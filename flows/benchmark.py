@@ -36,7 +36,7 @@ def run_benchmark(overrides: Sequence[str], console: RichConsole) -> Path:
     config = compose(["rollout=vllm", *overrides])
     if not isinstance(config.rollout, VllmRollout):
         raise ConfigError([f"rollout.engine = {config.rollout.engine}: is not measured; allowed: vllm"])
-    preflight(config)
+    preflight(config, data=False)
     rungs = [(mode, *_rung(config.rollout, config.benchmark, mode)) for mode in config.benchmark.modes]
     folder = Path(config.runs_dir).resolve() / "benchmarks" / datetime.now().strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
