@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tasks.engines.protocols import EngineError, GenerateRequest, SyncError, SyncPayload
+from tasks.engines.protocols import EngineError, GenerateRequest, SyncError, SyncPayload, WeightVersionError
 from tasks.numerics.kv_scales import scale_faults
 
 
@@ -42,6 +42,12 @@ def check_payload(payload: SyncPayload, held: Mapping[str, Held], layers: int, h
             raise SyncError(
                 f"{name}: sent {tuple(sent.shape)} {sent.dtype}, the engine holds {form.shape} {form.dtype}"
             )
+
+
+def check_version(request: GenerateRequest, held: int | None) -> None:
+    """`WeightVersionError` unless the engine holds what the request expects."""
+    if held != request.weight_version:
+        raise WeightVersionError(f"the request expects version {request.weight_version}, the engine holds {held}")
 
 
 def check_request(request: GenerateRequest, positions: int, vocabulary: int) -> None:
