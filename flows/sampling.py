@@ -9,6 +9,7 @@ from ray import ObjectRef
 from torch import Tensor
 
 from conf.schema import RunConfig
+from tasks.background_grading import BackgroundGrading
 from tasks.calls import Engines
 from tasks.data.examples import Dataset, Example
 from tasks.data.grading import Grader
@@ -52,7 +53,7 @@ class Sampler:
         rollouts: list[dict[str, Any]] = []
         graded: list[dict[str, Any]] = []
         seen: set[str] = set()
-        informative = 0
+        informative, overlapped = 0, 0.0
         while len(rollouts) < limit and informative < algorithm.prompts_per_step:
             examples = self._draw(seen)
             if not examples and len(seen) == len(self._dataset.train):
@@ -60,12 +61,15 @@ class Sampler:
             if not examples:
                 # Where one epoch ends and the next begins, a draw may hold nothing new.
                 continue
-            rollouts.append(rollout(self._engines, self._request(step, examples)))
-            graded.append(self._grade(rollouts[-1]["batch"], examples))
+            with BackgroundGrading(self._grader, self._codec, examples) as grading:
+                rollouts.append(rollout(self._engines, self._request(step, examples), grading.submit))
+                graded.append(reward(grading, algorithm, self._config.rollout.max_new_tokens))
+            overlapped += grading.seconds_before(rollouts[-1]["ended"])
             informative += int((~zero_variance(graded[-1]["rewards"])).sum())
         chosen = select([r["batch"] for r in rollouts], graded, algorithm)
         seconds = chosen["seconds"] + sum(g["seconds"] for g in graded)
-        metrics = combined_metrics(rollouts) | chosen["metrics"] | {"time/reward_s": seconds}
+        times = {"time/reward_s": seconds, "time/reward_overlapped_s": overlapped}
+        metrics = combined_metrics(rollouts) | chosen["metrics"] | times
         return Sampled(chosen["batch"], chosen["advantages"], metrics)
 
     def _draw(self, seen: set[str]) -> tuple[Example, ...]:
@@ -82,8 +86,3 @@ class Sampler:
         prompts = sampling_prompts(examples, self._codec, config.seed, step, config.algorithm.group_size)
         length, temperature = config.rollout.max_new_tokens, config.rollout.temperature
         return GenerateRequest(step - 1, prompts, length, temperature, self._codec.eos_token_ids)
-
-    def _grade(self, batch: ObjectRef, examples: tuple[Example, ...]) -> dict[str, Any]:
-        limit = self._config.rollout.max_new_tokens
-        result: dict[str, Any] = reward(batch, examples, self._config.algorithm, limit, self._codec, self._grader)
-        return result

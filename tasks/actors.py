@@ -6,7 +6,7 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from infra.store import CheckpointStore, StoreError
 from tasks.engines.protocols import (
     EngineError,
     EngineReport,
+    FinishedGroup,
     GenerateRequest,
     RolloutBatch,
     RolloutEngine,
@@ -82,16 +83,20 @@ class RolloutActor:
     def report(self) -> EngineReport:
         return self._engine.report()
 
-    def generate(self, request: GenerateRequest) -> tuple[Metrics, RolloutBatch]:
-        """Two results, so that the samples can pass to the trainer as a reference."""
-        batch = self._engine.generate(request)
-        counts = {
+    def generate(self, request: GenerateRequest) -> Iterator[tuple[FinishedGroup, ...] | RolloutBatch | Metrics]:
+        """Groups as they end, then the batch, then its counts.
+
+        The batch is an item of its own, so that it can pass to the trainer as a reference. Whoever has the counts knows
+        that it was stored.
+        """
+        batch = yield from self._engine.stream(request)
+        yield batch
+        yield {
             "tokens": float(batch.response_lengths.sum()),
             "samples": float(batch.response_lengths.numel()),
             "truncated": float(batch.truncated.sum()),
             "memory/peak_gb": peak_memory_gb(),
         }
-        return counts, batch
 
 
 class TrainerActor:

@@ -17,7 +17,7 @@ from tasks.data.examples import Dataset, Example
 from tasks.data.tokens import TextCodec
 from tasks.engines.protocols import GenerateRequest, TokenRows
 from tasks.engines.warm_start import Demonstration, WarmStartSpec
-from tasks.rollout import sampling_prompts
+from tasks.rollout import generate, sampling_prompts
 from tasks.sync import sync
 
 _BOOTSTRAP_STEP = 0
@@ -113,8 +113,7 @@ def bootstrap(
             request = GenerateRequest(
                 0, prompts, config.rollout.max_new_tokens, config.rollout.temperature, codec.eos_token_ids
             )
-            metrics, batch = engines.rollout.generate.options(num_returns=2).remote(request)
-            wait("bootstrap (generate)", metrics)
+            _, batch = generate("bootstrap (generate)", engines, request)
             wait(
                 "bootstrap (calibrate)",
                 engines.trainer.calibrate_on_batch.remote(batch, policy.max_sequences),

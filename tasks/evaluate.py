@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ray
 from prefect import task
 
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
+from tasks.background_grading import BackgroundGrading
+from tasks.calls import TASK_OPTIONS, Engines, stopwatch
 from tasks.data.examples import Example
 from tasks.data.grading import Grader
 from tasks.data.tokens import TextCodec
-from tasks.engines.protocols import GenerateRequest, Prompt, RolloutBatch
+from tasks.engines.protocols import GenerateRequest, Prompt
+from tasks.rollout import generate
 
 
 @task(name="evaluate", **TASK_OPTIONS)
@@ -23,11 +24,9 @@ def evaluate(
     metric: str,
 ) -> dict[str, float]:
     """Share of `examples` solved, under `metric`, and `time/eval_s`. The engine must hold `version`."""
-    with stopwatch() as watch:
+    with stopwatch() as watch, BackgroundGrading(grader, codec, examples) as grading:
         prompts = tuple(Prompt(e.id, codec.encode(e.prompt), (0,)) for e in examples)
         request = GenerateRequest(version, prompts, max_new_tokens, 1.0, codec.eos_token_ids, greedy=True)
-        metrics_ref, batch_ref = engines.rollout.generate.options(num_returns=2).remote(request)
-        wait("evaluate", metrics_ref)
-        batch: RolloutBatch = ray.get(batch_ref)
-        grades = grader.grade([(e, codec.decode(batch.response(i))) for i, e in enumerate(examples)])
+        generate("evaluate", engines, request, grading.submit)
+        grades, _ = grading.results()
     return {metric: sum(g.solved for g in grades) / len(grades), "time/eval_s": watch.seconds}

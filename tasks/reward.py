@@ -6,14 +6,10 @@ from typing import Any
 
 import torch
 from prefect import task
-from ray import ObjectRef
 
 from conf.schema import Algorithm
-from tasks.calls import TASK_OPTIONS, stopwatch, wait
-from tasks.data.examples import Example
-from tasks.data.grading import Grader
-from tasks.data.tokens import TextCodec
-from tasks.engines.protocols import RolloutBatch
+from tasks.background_grading import BackgroundGrading
+from tasks.calls import TASK_OPTIONS, stopwatch
 from tasks.numerics.overlong import overlong_penalty
 
 _DEFAULT_BUFFER_SHARE = 5
@@ -26,24 +22,17 @@ def overlong_buffer(algorithm: Algorithm, limit: int) -> int:
 
 
 @task(name="reward", **TASK_OPTIONS)
-def reward(
-    batch_ref: ObjectRef,
-    examples: tuple[Example, ...],
-    algorithm: Algorithm,
-    length_limit: int,
-    codec: TextCodec,
-    grader: Grader,
-) -> dict[str, Any]:
-    """Returns, all `[groups, group size]`: `rewards` (fp64, the verifier's), `shaped` (fp64, less the overlong
+def reward(grading: BackgroundGrading, algorithm: Algorithm, length_limit: int) -> dict[str, Any]:
+    """Wait for the grades that the rollout did not leave time for; `GraderError` where the verifier cannot be run.
+
+    Returns, all `[groups, group size]`: `rewards` (fp64, the verifier's), `shaped` (fp64, less the overlong
     penalty) and `lengths` (response tokens); counts `timed_out` and `verifier_errors`; `seconds`.
     """
     with stopwatch() as watch:
-        batch: RolloutBatch = wait("reward", batch_ref)
+        grades, tokens = grading.results()
         size = algorithm.group_size
-        items = [(examples[i // size], codec.decode(batch.response(i))) for i in range(len(examples) * size)]
-        grades = grader.grade(items)
         rewards = torch.tensor([g.score for g in grades], dtype=torch.float64).view(-1, size)
-        lengths = batch.response_lengths.view(-1, size)
+        lengths = torch.tensor(tokens).view(-1, size)
         shaped = rewards
         if algorithm.overlong.penalty > 0:
             buffer = overlong_buffer(algorithm, length_limit)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from prefect import task
+from ray import ObjectRef
 
 from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
 from tasks.data.examples import Example
 from tasks.data.tokens import TextCodec
-from tasks.engines.protocols import GenerateRequest, Prompt
+from tasks.engines.protocols import FinishedGroup, GenerateRequest, Prompt
 from tasks.numerics.logprobs import sample_seed
 
 
@@ -23,13 +26,35 @@ def sampling_prompts(
     )
 
 
+def generate(
+    phase: str, engines: Engines, request: GenerateRequest, finished: Callable[[FinishedGroup], None] | None = None
+) -> tuple[dict[str, float], ObjectRef]:
+    """Sample, and hand each group to `finished` as it ends; any failure is a `PhaseError` that names the phase.
+
+    Returns counts, and a reference to the batch, which stays in the object store.
+    """
+    stream, missing = engines.rollout.generate.remote(request), len(request.prompts)
+    while missing:
+        groups: tuple[FinishedGroup, ...] = wait(phase, next(stream))
+        missing -= len(groups)
+        if finished is not None:
+            for group in groups:
+                finished(group)
+    # Batch and counts; after a failure its error is the last.
+    rest = list(stream)
+    return wait(phase, rest[-1]), rest[0]
+
+
 @task(name="rollout", **TASK_OPTIONS)
-def rollout(engines: Engines, request: GenerateRequest) -> dict[str, Any]:
-    """Generate. Returns `counts`, `seconds` and `batch`, a reference to the samples that stay in the object store."""
+def rollout(engines: Engines, request: GenerateRequest, finished: Callable[[FinishedGroup], None]) -> dict[str, Any]:
+    """Sample, and hand each group to `finished` as it ends.
+
+    Returns `counts`, `seconds`, `ended` on the clock of time.perf_counter(), and `batch`, a reference to the samples,
+    which stay in the object store.
+    """
     with stopwatch() as watch:
-        counts_ref, batch_ref = engines.rollout.generate.options(num_returns=2).remote(request)
-        counts = wait("rollout", counts_ref)
-    return {"counts": counts, "seconds": watch.seconds, "batch": batch_ref}
+        counts, batch_ref = generate("rollout", engines, request, finished)
+    return {"counts": counts, "seconds": watch.seconds, "ended": time.perf_counter(), "batch": batch_ref}
 
 
 def combined_metrics(rollouts: list[dict[str, Any]]) -> dict[str, float]:

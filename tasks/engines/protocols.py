@@ -6,7 +6,7 @@ really runs. `tests/contract/` states the behaviour that every implementation ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -117,6 +117,21 @@ class SyncHeader:
 
 
 @dataclass(frozen=True)
+class FinishedGroup:
+    """All responses to one prompt: its place in the request, and token ids in the order of its seeds.
+
+    They are those of `RolloutBatch.response`.
+    """
+
+    prompt: int
+    responses: tuple[list[int], ...]
+
+
+GroupStream = Generator[tuple[FinishedGroup, ...], None, RolloutBatch]
+"""Yields the groups that end together, each prompt of the request once; returns the whole batch."""
+
+
+@dataclass(frozen=True)
 class SyncPayload:
     """Weights of one version as the recipe's rollout side holds them.
 
@@ -199,8 +214,15 @@ class RolloutEngine(Protocol):
         """Give the device's memory to others; the next sync wakes the engine. Until then nothing can be asked of it."""
         ...
 
+    def stream(self, request: GenerateRequest) -> GroupStream:
+        """Sample; `WeightVersionError` when dirty or of another version, also if it becomes so on the way.
+
+        One stream at a time; nothing is sampled before the first `next`.
+        """
+        ...
+
     def generate(self, request: GenerateRequest) -> RolloutBatch:
-        """Sample; `WeightVersionError` when dirty or of another version."""
+        """The batch of `stream`."""
         ...
 
     def report(self) -> EngineReport: ...

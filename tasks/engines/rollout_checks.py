@@ -6,7 +6,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from tasks.engines.protocols import EngineError, GenerateRequest, SyncError, SyncHeader, TensorForm
+from tasks.engines.protocols import (
+    EngineError,
+    GenerateRequest,
+    SyncError,
+    SyncHeader,
+    TensorForm,
+    WeightVersionError,
+)
 from tasks.numerics.kv_scales import scale_faults
 
 
@@ -34,6 +41,12 @@ def check_form(name: str, sent: TensorForm, held: TensorForm) -> None:
     """`SyncError` where a tensor does not come as it is held."""
     if sent != held:
         raise SyncError(f"{name}: sent {sent.shape} {sent.dtype}, the engine holds {held.shape} {held.dtype}")
+
+
+def check_version(request: GenerateRequest, held: int | None) -> None:
+    """`WeightVersionError` unless the engine holds what the request expects."""
+    if held != request.weight_version:
+        raise WeightVersionError(f"the request expects version {request.weight_version}, the engine holds {held}")
 
 
 def check_request(request: GenerateRequest, positions: int, vocabulary: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from conf.schema import Recipe, TorchRollout
+from tasks.engines.groups import OpenGroups, drain
 from tasks.engines.precision_plan import block_spec, plan_linears
 from tasks.engines.protocols import (
     EngineReport,
     GenerateRequest,
+    GroupStream,
     Prompt,
     RolloutBatch,
     SyncHeader,
-    WeightVersionError,
 )
-from tasks.engines.rollout_checks import check_header, check_request, forms_of
+from tasks.engines.rollout_checks import check_header, check_request, check_version, forms_of
 from tasks.engines.sync_steps import StepwiseSync
 from tasks.engines.torch_attention import CachedAttention, install_hook, scale_heads
 from tasks.engines.torch_linears import Fp8InferenceLinear, use_fp8_inference
@@ -36,6 +37,10 @@ class _Decoded:
     logprobs: Tensor
     lengths: Tensor
     truncated: Tensor
+
+    def responses(self) -> Iterator[list[int]]:
+        for row, count in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True):
+            yield row[:count]
 
 
 class TorchRolloutEngine(StepwiseSync):
@@ -84,15 +89,23 @@ class TorchRolloutEngine(StepwiseSync):
         """Nothing: the next sync brings every tensor."""
 
     def generate(self, request: GenerateRequest) -> RolloutBatch:
-        if self._version != request.weight_version:
-            raise WeightVersionError(
-                f"the request expects version {request.weight_version}, the engine holds {self._version}"
-            )
+        return drain(self.stream(request))
+
+    def stream(self, request: GenerateRequest) -> GroupStream:
+        """Groups end with their decode batch."""
+        check_version(request, self._version)
         check_request(request, int(self._model.config.max_position_embeddings), int(self._model.config.vocab_size))
-        chunks = self._chunks(request.prompts)
-        # The samples themselves are put together outside: autograd refuses tensors made in inference mode.
-        with torch.inference_mode():
-            parts = [self._decode_chunk(chunk, request) for chunk in chunks]
+        chunks, groups, sample = self._chunks(request.prompts), OpenGroups(request.prompts), 0
+        parts: list[_Decoded] = []
+        for chunk in chunks:
+            # The samples themselves are put together outside: autograd refuses tensors made in inference mode.
+            with torch.inference_mode():
+                parts.append(self._decode_chunk(chunk, request))
+            ended = groups.add(enumerate(parts[-1].responses(), sample))
+            sample += len(parts[-1].lengths)
+            if ended:
+                yield ended
+                check_version(request, self._version)
         prompts = [prompt for chunk in chunks for prompt in chunk for _ in prompt.seeds]
         return _assemble(prompts, parts, request.weight_version)
 

@@ -21,23 +21,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
+from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
 
 from conf.schema import Recipe, VllmRollout
 from tasks.engines import vllm_cpu, vllm_private, vllm_transfer
+from tasks.engines.groups import OpenGroups, drain
 from tasks.engines.plan import folder_shape
 from tasks.engines.precision_plan import block_spec, scale_name
 from tasks.engines.protocols import (
     EngineError,
     EngineReport,
     GenerateRequest,
+    GroupStream,
     Prompt,
     RolloutBatch,
     SyncHeader,
     TensorForm,
-    WeightVersionError,
 )
-from tasks.engines.rollout_checks import check_header, check_request
+from tasks.engines.rollout_checks import check_header, check_request, check_version
 from tasks.engines.sync_steps import StepwiseSync
 from tasks.engines.vllm_arguments import engine_arguments, engine_environment, model_of
 from tasks.engines.vllm_worker import ReadBack
@@ -221,28 +224,45 @@ class VllmRolloutEngine(StepwiseSync):
             raise EngineError("vLLM did not reset its prefix cache")
 
     def generate(self, request: GenerateRequest) -> RolloutBatch:
-        if self._version != request.weight_version:
-            raise WeightVersionError(
-                f"the request expects version {request.weight_version}, the engine holds {self._version}"
-            )
+        return drain(self.stream(request))
+
+    def stream(self, request: GenerateRequest) -> GroupStream:
+        """A group ends with the last of its samples, while vLLM goes on with the others."""
+        check_version(request, self._version)
         check_request(request, self._positions, self._vocabulary)
         if not request.greedy and request.temperature < LOWEST_TEMPERATURE:
             raise EngineError(f"temperature {request.temperature}: vLLM samples at {LOWEST_TEMPERATURE} and above")
+        if self._live.llm_engine.has_unfinished_requests():
+            raise EngineError("another request is being sampled")
         # Whether a prompt's start is cached changes the shape of products, and with it the last bit of their sums.
         self._forget_prefixes()
         samples = [(prompt, seed) for prompt in request.prompts for seed in prompt.seeds]
+        groups = OpenGroups(request.prompts)
+        outputs: dict[int, Any] = {}
         try:
-            with self._compilation():
-                outputs = self._live.generate(
-                    [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in samples],
-                    [_sampling(request, seed) for _, seed in samples],
-                    use_tqdm=False,
-                )
+            for ended in self._run(request, samples):
+                outputs |= ended
+                complete = groups.add((sample, list(o.outputs[0].token_ids)) for sample, o in ended.items())
+                if complete:
+                    yield complete
+                    check_version(request, self._version)
         except BaseException:
             # Requests may be left in flight; they would hold the cache and mix with the next ones.
             self._recover()
             raise
-        return _assemble([prompt for prompt, _ in samples], outputs, request.weight_version)
+        ordered = [outputs[sample] for sample in range(len(samples))]
+        return _assemble([prompt for prompt, _ in samples], ordered, request.weight_version)
+
+    def _run(self, request: GenerateRequest, samples: list[tuple[Prompt, int]]) -> Iterator[dict[int, Any]]:
+        """Hand all samples to vLLM and step it until each has ended; yields the outputs of a step by sample."""
+        engine = self._live.llm_engine
+        for sample, (prompt, seed) in enumerate(samples):
+            engine.add_request(str(sample), tokens_input(list(prompt.token_ids)), _sampling(request, seed))
+        while engine.has_unfinished_requests():
+            # Not around the loop: what is compiled and how belongs to the process, which goes on between two groups.
+            with self._compilation():
+                ended = engine.step()
+            yield {int(output.request_id): output for output in ended}
 
     def _compilation(self) -> AbstractContextManager[object]:
         """An eager engine on CPU compiles nothing, not even vLLM's small helpers, which would need a C++ compiler."""
@@ -307,6 +327,7 @@ def _sampling(request: GenerateRequest, seed: int) -> SamplingParams:
         stop_token_ids=list(request.eos_token_ids),
         logprobs=0,
         detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 

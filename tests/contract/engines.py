@@ -223,3 +223,9 @@ class Workbench:
 def advantages(samples: int = len(QUESTIONS) * SAMPLES) -> Tensor:
     """Advantages of both signs, different for every sample."""
     return torch.linspace(-1.5, 1.5, samples)
+
+
+def assert_same(a: RolloutBatch, b: RolloutBatch) -> None:
+    """Equal to the last bit."""
+    for name, value in vars(a).items():
+        torch.testing.assert_close(getattr(b, name), value, rtol=0, atol=0, equal_nan=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tasks.engines.protocols import EngineError, Prompt, RolloutBatch, RolloutEngine
-from tests.contract.engines import NEW_TOKENS, POSITIONS, SAMPLES, VOCABULARY, Workbench
+from tests.contract.engines import NEW_TOKENS, POSITIONS, SAMPLES, VOCABULARY, Workbench, assert_same
 from tests.contract.reference import Reference
 
 
@@ -31,11 +31,6 @@ def _same_up_to_knife_edges(bench: Workbench, first: dict[int, list[int]], secon
         assert allowed[a[at]] and allowed[b[at]], f"seed {seed}, token {at}: {a} and {b}"
         edges += 1
     return edges
-
-
-def _assert_equal(a: RolloutBatch, b: RolloutBatch) -> None:
-    for name, value in vars(a).items():
-        torch.testing.assert_close(getattr(b, name), value, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_batch_has_prompt_and_response_side_by_side(rollouts: Workbench, recipe: str) -> None:
@@ -114,8 +109,8 @@ def test_the_same_request_gives_the_same_samples(rollouts: Workbench, recipe: st
     engine = rollouts.rollout(recipe)
     first = engine.generate(rollouts.request())
     engine.generate(rollouts.request(rollouts.prompts()[1:2], max_new_tokens=3))
-    _assert_equal(first, engine.generate(rollouts.request()))
-    _assert_equal(first, rollouts.rollout(recipe).generate(rollouts.request()))
+    assert_same(first, engine.generate(rollouts.request()))
+    assert_same(first, rollouts.rollout(recipe).generate(rollouts.request()))
 
 
 def test_other_seeds_give_other_samples(rollouts: Workbench, recipe: str) -> None:
@@ -157,7 +152,7 @@ def test_more_tokens_continue_the_same_samples(rollouts: Workbench) -> None:
 def test_greedy_takes_the_likeliest_token_whatever_the_seed(rollouts: Workbench, recipe: str) -> None:
     engine = rollouts.rollout(recipe)
     batch = engine.generate(rollouts.request(greedy=True))
-    _assert_equal(batch, engine.generate(rollouts.request(greedy=True, temperature=0.3)))
+    assert_same(batch, engine.generate(rollouts.request(greedy=True, temperature=0.3)))
     for first in range(0, len(batch.tokens), SAMPLES):
         assert all(batch.response(first + i) == batch.response(first) for i in range(SAMPLES))
     mask = batch.response_mask()

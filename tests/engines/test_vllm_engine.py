@@ -12,13 +12,29 @@ import pytest
 import torch
 
 from tasks.audit import AuditError, audit
-from tasks.engines.protocols import EngineError, Prompt, SyncError, SyncPayload, WeightVersionError
-from tests.contract.engines import ROLLOUT_ENGINES, TRAINER_ENGINES, Workbench, linears_of, make_model
+from tasks.engines.groups import drain
+from tasks.engines.protocols import (
+    EngineError,
+    GenerateRequest,
+    Prompt,
+    SyncError,
+    SyncPayload,
+    WeightVersionError,
+)
+from tests.contract.engines import (
+    NEW_TOKENS,
+    ROLLOUT_ENGINES,
+    TRAINER_ENGINES,
+    Workbench,
+    assert_same,
+    linears_of,
+    make_model,
+)
 
 pytest.importorskip("vllm", reason="vLLM is not installed (extra engines-cpu)")
 
 from tasks.engines.transport import Arrivals, Chunk, send
-from tasks.engines.vllm_rollout import VllmRolloutEngine
+from tasks.engines.vllm_rollout import VllmRolloutEngine, _sampling
 from tasks.engines.vllm_transfer import InProcessTransfer, plain_values
 
 VLLM = next(engine for engine in ROLLOUT_ENGINES if engine.name == "vllm")
@@ -235,3 +251,61 @@ def test_the_largest_seed_is_a_seed(bench: Workbench) -> None:
     prompt = replace(bench.prompts()[0], seeds=(2**64 - 1, 2**64 - 1, 2**63))
     batch = engine.generate(bench.request((prompt,)))
     assert batch.response(0) == batch.response(1) != batch.response(2)
+
+
+def _last_ends_first(bench: Workbench, engine: VllmRolloutEngine) -> GenerateRequest:
+    """One sample a prompt; that of the last prompt is its end token, others go on to the limit."""
+    request = bench.request(tuple(replace(p, seeds=p.seeds[:1]) for p in bench.prompts()))
+    request = replace(request, eos_token_ids=tuple(engine.generate(request).response(3)[:1]))
+    lengths = engine.generate(request).response_lengths.tolist()
+    assert lengths[3] == 1 and NEW_TOKENS in lengths
+    return request
+
+
+def test_a_short_group_does_not_wait_for_the_long_ones(bench: Workbench) -> None:
+    engine = _engine(bench, "bf16")
+    request = _last_ends_first(bench, engine)
+    stream = engine.stream(request)
+    assert [group.prompt for group in next(stream)][-1] == 3
+    assert engine._live.llm_engine.has_unfinished_requests()
+    assert_same(drain(stream), engine.generate(request))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", RECIPE])
+def test_samples_are_those_of_vllm_own_generate(bench: Workbench, recipe: str) -> None:
+    engine, request = _engine(bench, recipe), bench.request()
+    batch = engine.generate(request)
+    samples = [(prompt, seed) for prompt in request.prompts for seed in prompt.seeds]
+    prompts = [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in samples]
+    engine._forget_prefixes()
+    with engine._compilation():
+        outputs = engine._live.generate(prompts, [_sampling(request, seed) for _, seed in samples], use_tqdm=False)
+    for sample, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        result, start = output.outputs[0], len(prompt["prompt_token_ids"])
+        assert batch.response(sample) == list(result.token_ids)
+        taken = [step[token].logprob for token, step in zip(result.token_ids, result.logprobs, strict=True)]
+        assert torch.equal(batch.logprobs[sample, start : start + NEW_TOKENS], torch.tensor(taken))
+
+
+def test_a_second_stream_is_refused_and_the_first_goes_on(bench: Workbench) -> None:
+    engine = _engine(bench, "bf16")
+    request = _last_ends_first(bench, engine)
+    expected = engine.generate(request)
+    stream = engine.stream(request)
+    next(stream)
+    with pytest.raises(EngineError, match="another request is being sampled"):
+        engine.generate(request)
+    assert_same(drain(stream), expected)
+
+
+def test_a_stream_that_is_left_makes_the_engine_dirty_until_a_sync(bench: Workbench) -> None:
+    engine = _engine(bench, "bf16")
+    request = _last_ends_first(bench, engine)
+    expected = engine.generate(request)
+    stream = engine.stream(request)
+    next(stream)
+    stream.close()
+    with pytest.raises(WeightVersionError, match="holds None"):
+        engine.generate(request)
+    engine.load_weights(bench.payload("bf16"))
+    assert_same(engine.generate(request), expected)

@@ -44,6 +44,7 @@ METRICS = (
     "time/sync_s",
     "time/rollout_s",
     "time/reward_s",
+    "time/reward_overlapped_s",
     "time/score_s",
     "time/train_s",
     "time/calibrate_s",

@@ -11,6 +11,7 @@ import flows.sampling
 from conf.compose import compose
 from conf.schema import RunConfig
 from flows.sampling import Sampler
+from tasks.background_grading import BackgroundGrading
 from tasks.data.examples import Dataset, Example, GraderSpec
 from tasks.data.split import prompt_id
 
@@ -22,14 +23,14 @@ class _Rewards:
         self.mixed = mixed
         self.batches: list[list[str]] = []
 
-    def rollout(self, engines: object, request: Any) -> dict[str, Any]:
+    def rollout(self, engines: object, request: Any, finished: object) -> dict[str, Any]:
         self.batches.append([prompt.id for prompt in request.prompts])
         samples = float(2 * len(request.prompts))
         counts = {"tokens": samples, "samples": samples, "truncated": 0.0, "memory/peak_gb": 0.1}
-        return {"batch": len(self.batches) - 1, "counts": counts, "seconds": 1.0}
+        return {"batch": len(self.batches) - 1, "counts": counts, "seconds": 1.0, "ended": 0.0}
 
-    def reward(self, batch: int, examples: tuple[Example, ...], *rest: object) -> dict[str, Any]:
-        rows = [[0.0, 1.0] if e.id in self.mixed else [1.0, 1.0] for e in examples]
+    def reward(self, grading: BackgroundGrading, *rest: object) -> dict[str, Any]:
+        rows = [[0.0, 1.0] if e.id in self.mixed else [1.0, 1.0] for e in grading.examples]
         rewards = torch.tensor(rows, dtype=torch.float64)
         lengths = torch.ones_like(rewards, dtype=torch.int64)
         return {
