@@ -106,7 +106,7 @@ class VllmRolloutEngine:
         vllm_cpu.register()
         vllm_transfer.register()
         torch.set_num_threads(self._settings.threads)
-        with _undisturbed():
+        with _undisturbed(), self._compilation():
             self._llm = LLM(**self._arguments)
         # Not at the interpreter's exit, when vLLM's modules are half gone.
         release = finalize(self, vllm_private.shut_down, self._llm)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tasks.audit import AuditError, audit
 from tasks.engines.protocols import EngineError, Prompt, SyncError, SyncPayload, WeightVersionError
@@ -187,6 +188,14 @@ def test_building_an_engine_leaves_the_process_as_it_was(bench: Workbench) -> No
     assert torch.get_num_threads() == 1
     torch.set_num_threads(2)
     assert torch.get_num_threads() == 2
+
+
+def test_an_eager_engine_compiles_nothing(bench: Workbench) -> None:
+    """vLLM 0.26 compiles a helper while it starts: half a minute, and a C++ compiler, for nothing."""
+    torch.compiler.reset()
+    counters.clear()
+    _engine(bench, RECIPE).generate(bench.request())
+    assert not counters["frames"]
 
 
 def test_a_temperature_that_vllm_would_raise_is_refused(bench: Workbench) -> None:
