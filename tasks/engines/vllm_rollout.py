@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 
 from conf.schema import Recipe, VllmRollout
 from tasks.engines import vllm_cpu, vllm_private, vllm_transfer
+from tasks.engines.checkpoint_names import checkpoint_parameters
 from tasks.engines.plan import folder_shape
 from tasks.engines.precision_plan import block_spec, scale_name
 from tasks.engines.protocols import (
@@ -69,7 +70,7 @@ def _undisturbed() -> Iterator[None]:
 
 def _expected(model: nn.Module, quantized: tuple[str, ...], block: tuple[int, int]) -> dict[str, Held]:
     """What a sync has to bring."""
-    held = {name: Held(tuple(p.shape), torch.bfloat16) for name, p in model.named_parameters()}
+    held = {name: Held(tuple(p.shape), torch.bfloat16) for name, p in checkpoint_parameters(model).items()}
     for module in quantized:
         name = f"{module}.weight"
         rows, columns = held[name].shape
@@ -88,6 +89,7 @@ class VllmRolloutEngine:
         self._recipe, self._settings = recipe, settings
         shapes = folder_shape(model_dir)
         model = model_of(model_dir, shapes, recipe.rollout_linears)
+        vllm_private.check_process(model.mixture)
         self._held = _expected(shapes, model.plan.quantized, recipe.rollout_linears.weight_block)
         config: Any = shapes.config
         self._layers, self._vocabulary = int(config.num_hidden_layers), int(config.vocab_size)

@@ -12,11 +12,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from conf.schema import VllmRollout
 from tasks.audit import AuditError, audit
 from tasks.engines.protocols import EngineError, Prompt, SyncError, SyncPayload, WeightVersionError
 from tests.contract.engines import ROLLOUT_ENGINES, TRAINER_ENGINES, Workbench, linears_of, make_model
+from tests.engines.mixtures import save_mixture
 
 pytest.importorskip("vllm", reason="vLLM is not installed (extra engines-cpu)")
+
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
 from tasks.engines.vllm_rollout import VllmRolloutEngine
 from tasks.engines.vllm_transfer import InProcessTransfer, plain_values
@@ -177,6 +181,17 @@ def test_engines_of_one_process_do_not_disturb_each_other(bench: Workbench) -> N
         first.load_weights(bench.payload("bf16"))
     after = second.generate(bench.request())
     torch.testing.assert_close(after.logprobs, before.logprobs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_mixture_of_experts_after_a_dense_model_is_refused(bench: Workbench, tmp_path: Path) -> None:
+    """vLLM would fail in the middle of building it. The first engine of a process decides, hence the fresh start."""
+    destroy_model_parallel()
+    destroy_distributed_environment()
+    _engine(bench, "bf16").close()
+    config = bench.config("bf16")
+    assert isinstance(config.rollout, VllmRollout)
+    with pytest.raises(EngineError, match=r"this process has run a dense model in vLLM.*; allowed: .* of its own"):
+        VllmRolloutEngine(save_mixture(tmp_path), config.recipe, config.rollout)
 
 
 def test_building_an_engine_leaves_the_process_as_it_was(bench: Workbench) -> None:
