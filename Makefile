@@ -4,9 +4,10 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 ENGINES_VENV ?= .venv-engines
+GPU_VERSIONS_VENV ?= .venv-gpu-versions
 ARGS ?=
 
-.PHONY: train test test-slow lint types unit engines recipes setup clean
+.PHONY: train test test-slow lint types unit engines gpu-versions recipes setup clean
 
 setup: $(VENV)/.train
 
@@ -36,6 +37,18 @@ test-slow: $(VENV)/.test $(ENGINES_VENV)/.test
 	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" \
 		-k "vllm and not ($(BOTH_ENDS))"
 	$(ENGINES_VENV)/bin/python -m pytest tests/engines -m "slow and not gpu"
+	$(MAKE) --no-print-directory gpu-versions
+
+# The Python code of the versions that GPU machines have (vLLM 0.26, torch 2.11), run on CPU: what is vLLM's own, and the
+# contract under the recipe that has everything on. They need Python 3.12.
+gpu-versions:
+	@if reason=$$(bash infra/find_python.sh 3.12 2>&1 >/dev/null); then \
+		$(MAKE) --no-print-directory $(GPU_VERSIONS_VENV)/.test && \
+		$(GPU_VERSIONS_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" \
+			-k "vllm and (fp8_e2e_kv or test_vllm_)"; \
+	else \
+		echo "gpu-versions: SKIPPED, $$reason: vLLM 0.26 and torch 2.11 were not tested"; \
+	fi
 
 # The table of recipes in the README: 5 recipes x 3 seeds, about 15 minutes on 2 cores.
 recipes: $(VENV)/.test
@@ -50,8 +63,12 @@ $(VENV)/.test: $(VENV)/.train
 	touch $@
 
 $(ENGINES_VENV)/.test: pyproject.toml infra/setup_engines_venv.sh
-	bash infra/setup_engines_venv.sh $(ENGINES_VENV)
+	bash infra/setup_engines_venv.sh $(ENGINES_VENV) 3.11
+	touch $@
+
+$(GPU_VERSIONS_VENV)/.test: pyproject.toml infra/setup_engines_venv.sh infra/gpu_versions.txt
+	bash infra/setup_engines_venv.sh $(GPU_VERSIONS_VENV) 3.12
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(ENGINES_VENV) .mypy_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) $(ENGINES_VENV) $(GPU_VERSIONS_VENV) .mypy_cache .ruff_cache build *.egg-info

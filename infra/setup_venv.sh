@@ -6,18 +6,6 @@ set -euo pipefail
 venv=$1
 requirement=$2
 
-find_python() {
-    local name
-    for name in python3.11 python3.12 python3.13 python3; do
-        if "$name" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
-            echo "$name"
-            return
-        fi
-    done
-    echo "fp8-grpo needs Python 3.11, 3.12 or 3.13 with the venv module; none was found" >&2
-    return 1
-}
-
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 
 install_cpu_torch() {
@@ -31,7 +19,7 @@ install_cpu_torch() {
 }
 
 if [ ! -x "$venv/bin/python" ]; then
-    python=$(find_python)
+    python=$(bash "$(dirname "$0")/find_python.sh" 3.11 3.12 3.13)
     echo "setting up $venv with $("$python" --version)"
     "$python" -m venv "$venv"
 fi

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conf.schema import LinearPrecision, RunConfig
+from tasks.engines.checkpoint_names import check_dense, checkpoint_parameters
 from tasks.engines.optimizer_memory import optimizer_bytes
 from tasks.engines.precision_plan import LinearPlan, block_spec, plan_linears
 from tasks.engines.protocols import EngineError
@@ -77,7 +78,7 @@ def _engine_plan(model: nn.Module, precision: LinearPrecision) -> EnginePlan:
     linears, spec = plan_linears(model, precision), block_spec(precision)
     quantized = {f"{name}.weight" for name in linears.quantized}
     size = 0
-    for name, p in model.named_parameters():
+    for name, p in checkpoint_parameters(model).items():
         if name in quantized:
             size += spec.weight_format.nbytes(tuple(p.shape))
         else:
@@ -111,6 +112,7 @@ def _attention_shape(model: nn.Module) -> _AttentionShape:
 def plan_run(config: RunConfig) -> RunPlan:
     """The plan that `--dry-run` prints; raises `EngineError` for a recipe that does not fit the model."""
     model = shape_model(config)
+    check_dense(model, Path(config.model.path) if config.model.path else None)
     recipe, shape = config.recipe, _attention_shape(model)
     parameters = sum(p.numel() for p in model.parameters())
     training = plan_linears(model, recipe.training_linears)

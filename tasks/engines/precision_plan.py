@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from conf.schema import LinearPrecision
+from tasks.engines.checkpoint_names import linear_shapes
 from tasks.engines.protocols import EngineError
 from tasks.numerics.delayed_scaling import HistorySettings
 from tasks.numerics.fp8_linear import BlockSpec, linear_spec
@@ -52,21 +53,18 @@ def _stays_high(name: str, precision: LinearPrecision, layers: int) -> bool:
 
 
 def plan_linears(model: nn.Module, precision: LinearPrecision) -> LinearPlan:
-    """Split the model's `nn.Linear` modules by the recipe.
+    """Split the model's linear layers by the recipe; each matrix of each expert is one.
 
     lm_head, everything outside the decoder layers and the MoE router always stay BF16. Raises
-    `EngineError` for an excluded name that does not exist, and for fused expert weights, which are no
-    linear modules and would be left out silently.
+    `EngineError` for an excluded name that does not exist, and for fused experts of an unknown layout, which
+    would be left out silently.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = list(linear_shapes(model))
     if not precision.quantized:
         return LinearPlan((), tuple(names))
     unknown = sorted(set(precision.exclude) - set(names))
     if unknown:
         raise EngineError(f"exclude names no linear layer of this model: {', '.join(unknown)}")
-    experts = [name for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
-    if experts:
-        raise EngineError(f"FP8 linears of fused experts ({experts[0]}) are not supported by this engine")
     layers = 1 + max((n for n in map(layer_number, names) if n is not None), default=-1)
     quantized = tuple(n for n in names if not _stays_high(n, precision, layers))
     if not quantized:

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tasks.engines.checkpoint_names import check_dense
+from tasks.engines.plan import folder_shape
 from tasks.engines.protocols import EngineError
 from tasks.engines.torch_attention import ATTENTION_NAME, register_attention
 
 
 def empty_model(directory: Path) -> PreTrainedModel:
     """The architecture in BF16, weights not loaded. Rotary tables stay fp32, as in a loaded model."""
+    check_dense(folder_shape(directory), directory)
     register_attention()
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
@@ -22,6 +25,7 @@ def empty_model(directory: Path) -> PreTrainedModel:
 
 def loaded_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a local folder in `dtype`. Safetensors only; no remote code."""
+    check_dense(folder_shape(directory), directory)
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(
         directory,

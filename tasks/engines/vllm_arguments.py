@@ -11,6 +11,7 @@ from torch import nn
 
 from conf.schema import LinearPrecision, Recipe, VllmRollout
 from conf.schema.vllm import KV_NAMES, vllm_problems
+from tasks.engines.checkpoint_names import experts_layer, linear_shapes
 from tasks.engines.precision_plan import LinearPlan, plan_linears
 from tasks.engines.protocols import EngineError
 
@@ -26,10 +27,15 @@ class Model:
     plan: LinearPlan
     rows: Mapping[str, int]
 
+    @property
+    def mixture(self) -> bool:
+        """Whether it has experts."""
+        return any(experts_layer(name) for name in self.rows)
+
 
 def model_of(folder: Path, shapes: nn.Module, precision: LinearPrecision) -> Model:
     """What `engine_arguments` needs of a model, from its shapes (`tasks.engines.plan.folder_shape`)."""
-    rows = {name: module.out_features for name, module in shapes.named_modules() if isinstance(module, nn.Linear)}
+    rows = {name: rows for name, (rows, _) in linear_shapes(shapes).items()}
     return Model(folder, plan_linears(shapes, precision), rows)
 
 
@@ -42,7 +48,8 @@ def engine_arguments(
     """
     plan = model.plan
     problems = [str(problem) for problem in vllm_problems(settings, recipe)]
-    problems += [*_split_fusions(plan), *_split_blocks(model, recipe.rollout_linears.weight_block[0])]
+    problems += [*_split_fusions(plan), *_split_experts(plan)]
+    problems += _split_blocks(model, recipe.rollout_linears.weight_block[0])
     if on_cpu and settings.sleep_level:
         problems.append(f"rollout.sleep_level = {settings.sleep_level}: vLLM on CPU does not sleep; allowed: 0")
     if problems:
@@ -57,6 +64,7 @@ def engine_arguments(
         "disable_log_stats": True,
         "kv_cache_dtype": KV_NAMES[recipe.kv.dtype][0],
         **_placement(settings, on_cpu),
+        **_experts(model, on_cpu),
         **given,
         # From here on what no argument of the user can change (the configuration refuses to try).
         "model": str(model.folder),
@@ -107,6 +115,11 @@ def _placement(settings: VllmRollout, on_cpu: bool) -> dict[str, Any]:
     return {name: value for name, value in chosen.items() if value is not None}
 
 
+def _experts(model: Model, on_cpu: bool) -> dict[str, Any]:
+    """Triton's kernels keep experts as they were sent, so that they can be read back; others order them anew."""
+    return {"moe_backend": "triton"} if model.mixture and not on_cpu else {}
+
+
 def _quantization(recipe: Recipe, plan: LinearPlan) -> dict[str, Any] | None:
     """As a checkpoint on the Hub would say it; also with BF16 linears, whose FP8 cache needs scales to be loaded."""
     if not plan.quantized and not recipe.kv.quantized:
@@ -125,7 +138,7 @@ def _split_fusions(plan: LinearPlan) -> list[str]:
     problems, quantized = [], set(plan.quantized)
     for name in plan.kept:
         prefix, _, kind = name.rpartition(".")
-        for group in _FUSED:
+        for group in _FUSED if experts_layer(name) is None else ():
             others = [f"{prefix}.{part}" for part in group if f"{prefix}.{part}" in quantized]
             if kind in group and others:
                 problems.append(
@@ -135,11 +148,25 @@ def _split_fusions(plan: LinearPlan) -> list[str]:
     return problems
 
 
+def _split_experts(plan: LinearPlan) -> list[str]:
+    """Layers of which the recipe quantises some experts only."""
+    kept = {layer: name for name in reversed(plan.kept) if (layer := experts_layer(name))}
+    mixed = dict.fromkeys(layer for name in plan.quantized if (layer := experts_layer(name)) in kept)
+    return [
+        f"{kept[layer]} stays BF16 while others of {layer} are FP8; vLLM keeps experts of a layer in one precision; "
+        "allowed: recipe.rollout_linears.exclude with all of them or none"
+        for layer in mixed
+    ]
+
+
 def _split_blocks(model: Model, block: int) -> list[str]:
-    """Fused layers whose parts would meet inside a block of scales."""
-    problems = []
+    """Fused layers whose parts would meet inside a block of scales; of a layer's experts, all alike, the first."""
+    problems, seen = [], set()
     for name in model.plan.quantized:
-        kind = name.rpartition(".")[2]
+        kind, layer = name.rpartition(".")[2], experts_layer(name)
+        if layer is not None and layer in seen:
+            continue
+        seen.add(layer)
         if any(kind in group[:-1] for group in _FUSED) and model.rows[name] % block:
             problems.append(
                 f"{name}: {model.rows[name]} rows, and vLLM needs a multiple of {block} (recipe.rollout_linears."

@@ -2,7 +2,7 @@
 
 Reads: where layers keep weights, scales and cache. Extensions, made before an engine is built: the block-FP8
 kernel for CPU (`tasks.engines.vllm_cpu`) joins vLLM's list of candidates, which has a public registration for
-other kinds of kernels only. Nothing of vLLM is replaced.
+other kinds of kernels only; its experts are registered as any out-of-tree layer. Nothing of vLLM is replaced.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import vllm
 from torch import Tensor, nn
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.distributed import parallel_state
+from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import PlatformEnum
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from tasks.engines.protocols import EngineError
 
@@ -33,11 +39,26 @@ def check_version() -> None:
         raise EngineError(f"vLLM {vllm.__version__} is installed; this engine was checked with {', '.join(SUPPORTED)}")
 
 
+def check_process(mixture: bool) -> None:
+    """`EngineError` for a mixture of experts in a process whose groups vLLM made for a dense model, and keeps."""
+    if mixture and parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        raise EngineError(
+            "this process has run a dense model in vLLM, whose process groups have no place for experts; "
+            "allowed: a mixture of experts in a process of its own"
+        )
+
+
 def offer_cpu_block_kernel(kernel: type) -> None:
     """Make a block-FP8 kernel the last candidate on CPU. Idempotent."""
     candidates: list[type] = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
     if kernel not in candidates:
         candidates.append(kernel)
+
+
+def offer_cpu_experts(layer: type) -> None:
+    """Make a subclass of vLLM's experts the one that models are built with. Idempotent."""
+    if op_registry_oot.get("RoutedExperts") is not layer:
+        RoutedExperts.register_oot(layer, name="RoutedExperts")
 
 
 def shut_down(llm: Any) -> None:
@@ -121,6 +142,117 @@ def linears(model: nn.Module) -> Iterator[LiveLinear]:
         yield LiveLinear(module, parts, weight.detach(), scales, bias)
 
 
+PLAIN_EXPERTS = ("TritonExperts", "BatchedTritonExperts", "BlockExperts")
+"""Kernels that read experts as checkpoints have them: gate above up, rows and columns in order."""
+
+
+@dataclass(frozen=True)
+class LiveExperts:
+    """The experts of one layer, side by side in `w13_weight` (gate above up) and `w2_weight` (down).
+
+    `name` is what the checkpoint names of all of them start with.
+    """
+
+    name: str
+    module: Any
+
+    @property
+    def kernel(self) -> str:
+        """Class of what multiplies."""
+        method = self.module.quant_method
+        kernel = getattr(method, "cpu_fused_moe", None)
+        chosen = getattr(method, "experts_cls", None) if kernel is None else type(kernel)
+        return (chosen or type(method)).__name__
+
+    @property
+    def packing(self) -> str | None:
+        """Instruction set for which vLLM's CPU build has put BF16 weights into another order, None if it has not."""
+        method = getattr(self.module.quant_method, "cpu_fused_moe", None)
+        return None if method is None or getattr(method, "isa", "none") == "none" else str(method.isa)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the weights cannot be read, None where they can."""
+        config = self.module.moe_config
+        held, all_of_them = int(self.module.w13_weight.shape[0]), int(config.num_logical_experts)
+        if held != all_of_them or int(config.num_experts) != all_of_them:
+            return f"{self.name}: {held} experts of {all_of_them} are held here; only whole layers can be read back"
+        if self.packing is None and self.kernel not in PLAIN_EXPERTS:
+            return (
+                f"{self.name}: {self.kernel} keeps experts in a form that cannot be read back; allowed: "
+                f"{', '.join(PLAIN_EXPERTS)} (rollout.engine_args.moe_backend=triton on a GPU)"
+            )
+        return None
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale; None for BF16."""
+        size = getattr(self.module, "weight_block_size", None)
+        return None if size is None else (int(size[0]), int(size[1]))
+
+    @property
+    def activation_group(self) -> int:
+        quantizer = getattr(self.module.quant_method, "quant_fp8", None)
+        # Triton's kernels quantise activations in groups as wide as a block of the weights.
+        return int(self.module.weight_block_size[1] if quantizer is None else quantizer.group_shape.col)
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether activations get power-of-two scales."""
+        quantizer = getattr(self.module.quant_method, "quant_fp8", None)
+        return bool(is_deep_gemm_e8m0_used() if quantizer is None else quantizer.use_ue8m0)
+
+    def matrices(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Module name, weight `[rows, columns]` and block scales (FP8) of each projection of each expert."""
+        gate, up = self._weight("w13_weight").chunk(2, dim=1)
+        # Kernels may want more rows than the model has: zeros at the end of each half, which are left out.
+        rows = int(self.module.moe_config.intermediate_size)
+        weights = {
+            "gate_proj": gate[:, :rows],
+            "up_proj": up[:, :rows],
+            "down_proj": self._weight("w2_weight")[..., :rows],
+        }
+        scales = self._scales()
+        for expert in range(gate.shape[0]):
+            for part, weight in weights.items():
+                yield f"{self.name}.{expert}.{part}", weight[expert], scales[part][expert] if scales else None
+
+    def _scales(self) -> dict[str, Tensor]:
+        if self.block is None:
+            return {}
+        gate, up = self.module.w13_weight_scale_inv.detach().chunk(2, dim=1)
+        return {"gate_proj": gate, "up_proj": up, "down_proj": self.module.w2_weight_scale_inv.detach()}
+
+    def _weight(self, name: str) -> Tensor:
+        held = getattr(self.module, name).detach()
+        assert isinstance(held, Tensor)
+        return held if self.packing is None else unpacked(held, self.packing)
+
+
+def unpacked(packed: Tensor, instructions: str) -> Tensor:
+    """Undo how vLLM's CPU build orders `[experts, rows, columns]` BF16 for its kernel; every bit pattern comes back.
+
+    The order is learned by packing the numbers of the places, in two halves of 16 bits.
+    """
+    shape = (1, *packed.shape[1:])
+    places, order = torch.arange(packed[0].numel()), torch.zeros(packed[0].numel(), dtype=torch.int64)
+    for shift in (0, 16):
+        half = ((places >> shift) & 0xFFFF).to(torch.uint16).view(torch.bfloat16).reshape(shape)
+        order += cpu_prepack_moe_weight(half, instructions).view(torch.uint16).flatten().to(torch.int64) << shift
+    if not torch.equal(order.sort().values, places):
+        raise EngineError(f"vLLM's packing of experts ({instructions}) is no order of the weights")
+    plain = torch.empty_like(packed).flatten(1)
+    plain[:, order] = packed.flatten(1)
+    return plain.reshape(packed.shape)
+
+
+def experts(model: nn.Module) -> Iterator[LiveExperts]:
+    """All layers of experts in the model's order."""
+    for name, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            yield LiveExperts(name.removesuffix(".routed_experts"), module)
+
+
 @dataclass(frozen=True)
 class LiveTable:
     """An embedding or lm_head: its rows, and its product where it has one of its own packed weights."""
@@ -148,10 +280,15 @@ def tables(model: nn.Module) -> Iterator[LiveTable]:
             yield LiveTable(name, module, weight.detach()[: int(module.org_vocab_size)])
 
 
+_EXPERT_PARAMETERS = ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv")
+
+
 def other_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters outside linear layers, tables and attention, such as norms."""
+    """Parameters outside linear layers, experts, tables and attention, such as norms."""
     known = (LinearBase, VocabParallelEmbedding, Attention)
     covered = {id(p) for m in model.modules() if isinstance(m, known) for p in m.parameters()}
+    for layer in experts(model):
+        covered |= {id(p) for name, p in layer.module.named_parameters() if name in _EXPERT_PARAMETERS}
     for name, parameter in model.named_parameters():
         if id(parameter) not in covered:
             yield name, parameter.detach()

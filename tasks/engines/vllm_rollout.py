@@ -27,6 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from conf.schema import Recipe, VllmRollout
 from tasks.engines import vllm_cpu, vllm_private, vllm_transfer
+from tasks.engines.checkpoint_names import checkpoint_parameters
 from tasks.engines.groups import OpenGroups, drain
 from tasks.engines.plan import folder_shape
 from tasks.engines.precision_plan import block_spec, scale_name
@@ -81,7 +82,7 @@ def _undisturbed() -> Iterator[None]:
 
 def _expected(model: nn.Module, quantized: tuple[str, ...], block: tuple[int, int]) -> dict[str, TensorForm]:
     """What a sync has to bring."""
-    held = {name: TensorForm(tuple(p.shape), torch.bfloat16) for name, p in model.named_parameters()}
+    held = {name: TensorForm(tuple(p.shape), torch.bfloat16) for name, p in checkpoint_parameters(model).items()}
     for module in quantized:
         name = f"{module}.weight"
         rows, columns = held[name].shape
@@ -112,6 +113,7 @@ class VllmRolloutEngine(StepwiseSync):
         self._recipe, self._settings = recipe, settings
         shapes = folder_shape(model_dir)
         model = model_of(model_dir, shapes, recipe.rollout_linears)
+        vllm_private.check_process(model.mixture)
         self._held = _expected(shapes, model.plan.quantized, recipe.rollout_linears.weight_block)
         config: Any = shapes.config
         self._layers, self._vocabulary = int(config.num_hidden_layers), int(config.vocab_size)
@@ -132,7 +134,7 @@ class VllmRolloutEngine(StepwiseSync):
         vllm_transfer.register()
         torch.set_num_threads(self._settings.threads)
         os.environ.update(engine_environment(self._recipe))
-        with _undisturbed():
+        with _undisturbed(), self._compilation():
             self._llm = LLM(**self._arguments)
         # Not at the interpreter's exit, when vLLM's modules are half gone.
         release = finalize(self, vllm_private.shut_down, self._llm)

@@ -2,7 +2,9 @@
 
 What is proven for each kind of tensor:
 
-- FP8 codes, block scales, norms, embedding, biases: fingerprints of the very tensors that the kernels read.
+- FP8 codes, block scales, norms, embedding, biases, experts on a GPU: fingerprints of the very tensors that the kernels
+  read. Experts in a form that is not known are a problem.
+- BF16 experts that vLLM's CPU build packs for its kernel: the same, brought back into the order that they came in.
 - BF16 matrices that vLLM keeps as they are (GPU): the same.
 - BF16 matrices that vLLM's CPU build packs for its kernel and drops: the layer multiplies the identity, which gives
   every weight back exactly, up to the sign of zeros and subnormals. If those values are the ones that arrived in the
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from tasks.engines import vllm_cpu, vllm_private, vllm_transfer
 from tasks.engines.precision_plan import scale_name
-from tasks.engines.vllm_private import LiveAttention, LiveLinear
+from tasks.engines.vllm_private import LiveAttention, LiveExperts, LiveLinear
 from tasks.engines.vllm_transfer import Received, plain_values
 from tasks.numerics.fingerprint import fingerprint, fingerprints
 
@@ -118,6 +120,8 @@ class ReadBackExtension:
             if linear.bias is not None:
                 for name, bias in _parts(linear, linear.bias):
                     read.hold(f"{name}.bias", bias)
+        for layer in vllm_private.experts(model):
+            self._experts(read, layer)
         for table in vllm_private.tables(model):
             name = f"{table.name}.weight"
             read.hold(name, table.weight)
@@ -141,6 +145,20 @@ class ReadBackExtension:
             read.linear_dtypes.append(str(codes.dtype).removeprefix("torch."))
         for name, part in _parts(linear, scales, rows):
             read.hold(scale_name(f"{name}.weight"), part)
+
+    def _experts(self, read: ReadBack, layer: LiveExperts) -> None:
+        if layer.problem is not None:
+            read.problems.append(layer.problem)
+            return
+        read.kernels.append(layer.kernel)
+        if layer.block is not None:
+            read.blocks.append((*layer.block, layer.activation_group, layer.power_of_two))
+        for name, weight, scales in layer.matrices():
+            read.hold(f"{name}.weight", weight)
+            if scales is not None:
+                read.hold(scale_name(f"{name}.weight"), scales)
+                read.linears.append(name)
+                read.linear_dtypes.append(str(weight.dtype).removeprefix("torch."))
 
     def _plain(self, read: ReadBack, linear: LiveLinear, received: dict[str, Received]) -> None:
         if linear.weight.numel():

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
+from conf.schema import VllmRollout
 from tasks.audit import AuditError, audit
 from tasks.engines.groups import drain
 from tasks.engines.protocols import (
@@ -30,8 +32,11 @@ from tests.contract.engines import (
     linears_of,
     make_model,
 )
+from tests.engines.mixtures import save_mixture
 
 pytest.importorskip("vllm", reason="vLLM is not installed (extra engines-cpu)")
+
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
 from tasks.engines.transport import Arrivals, Chunk, send
 from tasks.engines.vllm_rollout import VllmRolloutEngine, _sampling
@@ -230,6 +235,17 @@ def test_engines_of_one_process_do_not_disturb_each_other(bench: Workbench) -> N
     torch.testing.assert_close(after.logprobs, before.logprobs, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_mixture_of_experts_after_a_dense_model_is_refused(bench: Workbench, tmp_path: Path) -> None:
+    """vLLM would fail in the middle of building it. The first engine of a process decides, hence the fresh start."""
+    destroy_model_parallel()
+    destroy_distributed_environment()
+    _engine(bench, "bf16").close()
+    config = bench.config("bf16")
+    assert isinstance(config.rollout, VllmRollout)
+    with pytest.raises(EngineError, match=r"this process has run a dense model in vLLM.*; allowed: .* of its own"):
+        VllmRolloutEngine(save_mixture(tmp_path), config.recipe, config.rollout)
+
+
 def test_building_an_engine_leaves_the_process_as_it_was(bench: Workbench) -> None:
     preload, state = os.environ.get("LD_PRELOAD"), torch.get_rng_state()
     _engine(bench, "bf16")
@@ -239,6 +255,14 @@ def test_building_an_engine_leaves_the_process_as_it_was(bench: Workbench) -> No
     assert torch.get_num_threads() == 1
     torch.set_num_threads(2)
     assert torch.get_num_threads() == 2
+
+
+def test_an_eager_engine_compiles_nothing(bench: Workbench) -> None:
+    """vLLM 0.26 compiles a helper while it starts: half a minute, and a C++ compiler, for nothing."""
+    torch.compiler.reset()
+    counters.clear()
+    _engine(bench, RECIPE).generate(bench.request())
+    assert not counters["frames"]
 
 
 def test_a_temperature_that_vllm_would_raise_is_refused(bench: Workbench) -> None:

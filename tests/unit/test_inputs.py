@@ -15,8 +15,9 @@ from tasks.data.examples import DataError, Dataset, Example, GraderSpec
 from tasks.data.tokens import TextCodec
 from tasks.engines.plan import plan_run
 from tasks.engines.protocols import EngineError
-from tasks.engines.registry import build_trainer
+from tasks.engines.registry import build_rollout, build_trainer
 from tasks.engines.tiny_model import create_model, save_model, train_tokenizer
+from tests.engines.mixtures import save_mixture
 
 OVERRIDES = ["model.architecture.max_position_embeddings=24"]
 
@@ -69,6 +70,19 @@ def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(EngineError, match="transformers cannot build this model"):
         plan_run(compose([f"model.path={tmp_path}"]))
+
+
+def test_mixtures_of_experts_are_refused_before_and_in_the_torch_engines(tmp_path: Path) -> None:
+    save_mixture(tmp_path)
+    refused = rf"model\.path = {tmp_path}: model type qwen3_moe is a mixture of experts .* allowed: a dense model"
+    for recipe in ("bf16", "fp8_e2e_kv"):
+        config = compose([f"recipe={recipe}", f"model.path={tmp_path}"])
+        with pytest.raises(EngineError, match=refused):
+            plan_run(config)
+        with pytest.raises(EngineError, match=refused):
+            build_trainer(config, tmp_path)
+        with pytest.raises(EngineError, match=refused):
+            build_rollout(config, config.recipe, tmp_path)
 
 
 def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 
 from conf.compose import ConfigError, compose
 from conf.schema import LinearPrecision
+from tasks.engines.checkpoint_names import checkpoint_parameters, linear_shapes
+from tasks.engines.plan import folder_shape
 from tasks.engines.precision_plan import block_spec, layer_number, plan_linears, scale_name
 from tasks.engines.protocols import EngineError
 from tasks.numerics.delayed_scaling import HistorySettings
 from tasks.numerics.formats import Format
 from tasks.numerics.fp8 import quantize_as
 from tasks.numerics.fp8_linear import BlockSpec
+from tests.engines.mixtures import mixture_config, save_mixture
 
 LAYERS = 3
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -133,24 +138,61 @@ def test_routers_stay_high_and_experts_do_not() -> None:
     )
 
 
-def test_fused_experts_are_refused_rather_than_left_out() -> None:
-    config = Qwen3MoeConfig(
+def _mixture(**settings: Any) -> nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(mixture_config(**settings), dtype=torch.bfloat16)
+
+
+def test_each_matrix_of_each_expert_is_a_linear_layer() -> None:
+    """The second layer is dense; its gate_proj is no router."""
+    model = _mixture(mlp_only_layers=[1])
+    plan = plan_linears(model, _fp8())
+    attention = tuple(f"model.layers.0.self_attn.{a}" for a in ATTENTION)
+    experts = tuple(f"model.layers.0.mlp.experts.{e}.{m}" for e in range(4) for m in MLP)
+    assert plan.quantized == (*attention, *experts, *_linears(1))
+    assert plan.kept == ("model.layers.0.mlp.gate", "lm_head")
+    shapes = linear_shapes(_mixture(moe_intermediate_size=192, hidden_size=160))
+    assert shapes["model.layers.1.mlp.experts.3.up_proj"] == (192, 160)
+    assert shapes["model.layers.1.mlp.experts.3.down_proj"] == (160, 192)
+    assert shapes["model.layers.1.mlp.gate"] == (4, 160)
+
+
+def test_experts_and_routers_of_kept_layers_stay_high() -> None:
+    plan = plan_linears(_mixture(), _fp8(keep_last_layers=1, exclude=["model.layers.0.mlp.experts.2.up_proj"]))
+    assert {name.split(".")[2] for name in plan.quantized} == {"0"}
+    assert "model.layers.0.mlp.experts.2.up_proj" in plan.kept
+    assert "model.layers.0.mlp.experts.2.gate_proj" in plan.quantized
+    assert {"model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "model.layers.1.mlp.experts.0.up_proj"} < {*plan.kept}
+
+
+def test_parameters_have_the_names_and_values_of_the_checkpoint(tmp_path: Path) -> None:
+    save_mixture(tmp_path, moe_intermediate_size=96)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    found, saved = checkpoint_parameters(model), load_file(tmp_path / "model.safetensors")
+    assert found.keys() == saved.keys() == checkpoint_parameters(folder_shape(tmp_path)).keys()
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in saved
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    shapes = {name: p.shape for name, p in checkpoint_parameters(folder_shape(tmp_path)).items()}
+    assert shapes == {name: tensor.shape for name, tensor in saved.items()}
+
+
+def test_fused_experts_of_an_unknown_layout_are_refused_rather_than_left_out() -> None:
+    config = MixtralConfig(
         hidden_size=128,
         intermediate_size=128,
-        moe_intermediate_size=128,
         num_hidden_layers=1,
         num_attention_heads=1,
         num_key_value_heads=1,
-        head_dim=128,
         vocab_size=128,
-        num_experts=2,
-        num_experts_per_tok=1,
+        num_local_experts=2,
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(EngineError, match=r"fused experts \(model\.layers\.0\.mlp\.experts\..*\) are not supported"):
-        plan_linears(model, _fp8())
-    assert plan_linears(model, LinearPrecision(format="bf16")).quantized == ()
+    for precision in (_fp8(), LinearPrecision(format="bf16")):
+        with pytest.raises(
+            EngineError, match=r"model\.path: model type mixtral keeps fused experts .*; allowed: a dense"
+        ):
+            plan_linears(model, precision)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import pytest
 from conf.compose import ConfigError, compose
 from conf.preflight import preflight
 from conf.schema import VllmRollout
-from tasks.engines.plan import shape_model
+from tasks.engines.plan import folder_shape, shape_model
 from tasks.engines.precision_plan import LinearPlan, plan_linears
 from tasks.engines.protocols import EngineError
-from tasks.engines.vllm_arguments import Model, engine_arguments
+from tasks.engines.vllm_arguments import Model, engine_arguments, model_of
 from tests.contract.engines import linears_of
+from tests.engines.mixtures import PROJECTIONS, mixture_config
 
 
 def _arguments(*overrides: str, on_cpu: bool = True, rows: int = 256) -> dict[str, Any]:
@@ -151,6 +152,46 @@ def test_parts_of_one_matrix_fill_whole_blocks() -> None:
     with pytest.raises(EngineError, match=r"q_proj: 192 rows, and vLLM needs a multiple of 128"):
         _arguments(rows=192)
     assert _arguments("recipe=bf16", rows=192)["hf_overrides"] == {}
+
+
+def _mixture(tmp_path: Path, *overrides: str, on_cpu: bool = True, rows: int = 128) -> dict[str, Any]:
+    mixture_config(moe_intermediate_size=rows).save_pretrained(tmp_path)
+    config = compose(["rollout=vllm", "recipe=fp8_rollout", *overrides])
+    assert isinstance(config.rollout, VllmRollout)
+    model = model_of(tmp_path, folder_shape(tmp_path), config.recipe.rollout_linears)
+    return engine_arguments(model, config.recipe, config.rollout, "backend", on_cpu)
+
+
+def test_routers_and_kept_experts_are_named_exactly(tmp_path: Path) -> None:
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(2)]
+    kept = _mixture(tmp_path)["hf_overrides"]["quantization_config"]["modules_to_not_convert"]
+    assert kept == [*routers, "lm_head"]
+    arguments = _mixture(tmp_path, "recipe.rollout_linears.keep_first_layers=1")
+    experts = [f"model.layers.0.mlp.experts.{e}.{part}" for e in range(4) for part in PROJECTIONS]
+    attention = [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
+    kept = arguments["hf_overrides"]["quantization_config"]["modules_to_not_convert"]
+    assert set(kept) == {*experts, *attention, *routers, "lm_head"}
+
+
+def test_experts_on_a_gpu_run_in_kernels_whose_weights_can_be_read_back(tmp_path: Path) -> None:
+    assert _mixture(tmp_path, on_cpu=False)["moe_backend"] == "triton"
+    assert _mixture(tmp_path, "rollout.engine_args.moe_backend=deep_gemm", on_cpu=False)["moe_backend"] == "deep_gemm"
+    assert "moe_backend" not in _mixture(tmp_path)
+    assert "moe_backend" not in _arguments(on_cpu=False)
+
+
+def test_experts_that_do_not_fit_are_told_once_a_layer(tmp_path: Path) -> None:
+    with pytest.raises(EngineError) as refused:
+        _mixture(tmp_path, rows=192)
+    lines = str(refused.value).splitlines()[1:]
+    assert [line.split(":")[0] for line in lines] == [f"model.layers.{n}.mlp.experts.0.gate_proj" for n in range(2)]
+    with pytest.raises(EngineError) as refused:
+        _mixture(tmp_path, "recipe.rollout_linears.exclude=[model.layers.1.mlp.experts.2.up_proj]")
+    assert str(refused.value).splitlines()[1:] == [
+        "model.layers.1.mlp.experts.2.up_proj stays BF16 while others of model.layers.1.mlp.experts are FP8; "
+        "vLLM keeps experts of a layer in one precision; allowed: recipe.rollout_linears.exclude with all of them or "
+        "none"
+    ]
 
 
 def test_a_missing_vllm_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
