@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tasks.engines.protocols import EngineError, GenerateRequest, SyncError, SyncPayload
+from tasks.engines.protocols import (
+    EngineError,
+    GenerateRequest,
+    SyncError,
+    SyncPayload,
+    TokenRows,
+    WeightVersionError,
+)
 from tasks.numerics.kv_scales import scale_faults
 
 
@@ -44,6 +51,12 @@ def check_payload(payload: SyncPayload, held: Mapping[str, Held], layers: int, h
             )
 
 
+def check_version(held: int | None, asked: int) -> None:
+    """`WeightVersionError` unless the engine holds the version that a request expects; `held` None while dirty."""
+    if held != asked:
+        raise WeightVersionError(f"the request expects version {asked}, the engine holds {held}")
+
+
 def check_request(request: GenerateRequest, positions: int, vocabulary: int) -> None:
     """`EngineError` for a request that means nothing, or whose samples may outgrow `positions`."""
     if not request.prompts:
@@ -63,3 +76,28 @@ def check_request(request: GenerateRequest, positions: int, vocabulary: int) -> 
                 f"prompt {prompt.id}: {len(prompt.token_ids)} tokens + rollout.max_new_tokens "
                 f"{request.max_new_tokens} exceed the model's {positions} positions"
             )
+
+
+def check_rows(rows: TokenRows, prompt_lengths: Tensor, positions: int, vocabulary: int, spare: int = 0) -> None:
+    """`EngineError` for sequences whose responses have no log-probabilities in a model of `positions` positions.
+
+    `spare`: positions that the engine needs behind the last token.
+    """
+    count, width = rows.tokens.shape
+    if not count:
+        raise EngineError("there are no sequences to score")
+    if rows.lengths.shape != (count,) or prompt_lengths.shape != (count,):
+        given = f"{tuple(rows.lengths.shape)} lengths, {tuple(prompt_lengths.shape)} prompt lengths"
+        raise EngineError(f"{count} sequences need as many lengths and prompt lengths; given: {given}")
+    real = torch.arange(width) < rows.lengths.unsqueeze(1)
+    unknown = real & ((rows.tokens < 0) | (rows.tokens >= vocabulary))
+    for row, (prompt, length) in enumerate(zip(prompt_lengths.tolist(), rows.lengths.tolist(), strict=True)):
+        if not 1 <= prompt <= length <= width:
+            wrong = f"a prompt of {prompt} tokens in a sequence of {length}, {width} columns wide"
+            raise EngineError(f"sequence {row}: {wrong}; allowed: 1 <= prompt <= sequence <= columns")
+        if unknown[row].any():
+            token = int(rows.tokens[row][unknown[row]][0])
+            raise EngineError(f"sequence {row}: token {token} is not one of the model's {vocabulary} tokens")
+        if length + spare > positions:
+            more = f", of which the engine needs {spare} behind the last token" if spare else ""
+            raise EngineError(f"sequence {row}: {length} tokens exceed the model's {positions} positions{more}")

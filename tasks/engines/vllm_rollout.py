@@ -35,9 +35,9 @@ from tasks.engines.protocols import (
     RolloutBatch,
     SyncError,
     SyncPayload,
-    WeightVersionError,
+    TokenRows,
 )
-from tasks.engines.rollout_checks import Held, check_payload, check_request
+from tasks.engines.rollout_checks import Held, check_payload, check_request, check_rows, check_version
 from tasks.engines.vllm_arguments import engine_arguments, model_of
 from tasks.engines.vllm_worker import ReadBack
 from tasks.numerics.fp8_linear import BlockSpec
@@ -151,28 +151,44 @@ class VllmRolloutEngine:
             raise EngineError("vLLM did not reset its prefix cache")
 
     def generate(self, request: GenerateRequest) -> RolloutBatch:
-        if self._version != request.weight_version:
-            raise WeightVersionError(
-                f"the request expects version {request.weight_version}, the engine holds {self._version}"
-            )
+        check_version(self._version, request.weight_version)
         check_request(request, self._positions, self._vocabulary)
         if not request.greedy and request.temperature < LOWEST_TEMPERATURE:
             raise EngineError(f"temperature {request.temperature}: vLLM samples at {LOWEST_TEMPERATURE} and above")
+        samples = [(prompt, seed) for prompt in request.prompts for seed in prompt.seeds]
+        outputs = self._run(
+            [list(prompt.token_ids) for prompt, _ in samples], [_sampling(request, seed) for _, seed in samples]
+        )
+        return _assemble([prompt for prompt, _ in samples], outputs, request.weight_version)
+
+    def logprobs(self, weight_version: int, rows: TokenRows, prompt_lengths: Tensor) -> Tensor:
+        check_version(self._version, weight_version)
+        # vLLM cannot but sample a token behind each sequence.
+        check_rows(rows, prompt_lengths, self._positions, self._vocabulary, spare=1)
+        sequences = [row[:n].tolist() for row, n in zip(rows.tokens, rows.lengths, strict=True)]
+        found = torch.full(rows.tokens.shape, float("nan"))
+        outputs = self._run(sequences, [_scoring() for _ in sequences])
+        for row, (ids, start, output) in enumerate(zip(sequences, prompt_lengths.tolist(), outputs, strict=True)):
+            if list(output.prompt_token_ids) != ids:
+                raise EngineError(f"sequence {row}: vLLM returned another one in its place")
+            pairs = list(zip(ids, output.prompt_logprobs, strict=True))
+            taken = [entry[token].logprob for token, entry in pairs[start:]]
+            found[row, start : len(ids)] = torch.tensor(taken)
+        return found
+
+    def _run(self, sequences: list[list[int]], sampling: list[SamplingParams]) -> list[Any]:
+        """vLLM's answers to these token ids, in their order."""
         # Whether a prompt's start is cached changes the shape of products, and with it the last bit of their sums.
         self._forget_prefixes()
-        samples = [(prompt, seed) for prompt in request.prompts for seed in prompt.seeds]
         try:
             with self._compilation():
-                outputs = self._live.generate(
-                    [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in samples],
-                    [_sampling(request, seed) for _, seed in samples],
-                    use_tqdm=False,
+                return self._live.generate(
+                    [{"prompt_token_ids": ids} for ids in sequences], sampling, use_tqdm=False
                 )
         except BaseException:
             # Requests may be left in flight; they would hold the cache and mix with the next ones.
             self._build()
             raise
-        return _assemble([prompt for prompt, _ in samples], outputs, request.weight_version)
 
     def _compilation(self) -> AbstractContextManager[object]:
         """An eager engine on CPU compiles nothing, not even vLLM's small helpers, which would need a C++ compiler."""
@@ -238,6 +254,11 @@ def _sampling(request: GenerateRequest, seed: int) -> SamplingParams:
         logprobs=0,
         detokenize=False,
     )
+
+
+def _scoring() -> SamplingParams:
+    """A whole sequence as a prompt, whose log-probabilities know no temperature; greedy, so no random state moves."""
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
 
 def _assemble(prompts: list[Prompt], outputs: list[Any], version: int) -> RolloutBatch:

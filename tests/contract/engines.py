@@ -82,7 +82,8 @@ class Engine:
     `bf16_error` and `fp8_error`: largest mean |log-probability - reference| of its two precisions. FP8 needs more
     room where BF16 values are rounded at other places than in the reference's model code, since a last bit before
     rounding to E4M3 moves a value by a whole step. `sampler`: how a seed decides. `head_scales`: whether Q/K/V scales
-    may be one a head; an engine without refuses such a recipe. `settings` besides `PINNED`.
+    may be one a head; an engine without refuses such a recipe. `spare_positions` it needs behind a sequence whose
+    log-probabilities are asked for. `settings` besides `PINNED`.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Engine:
     fp8_error: float
     sampler: Sampler = inverse_cdf
     head_scales: bool = True
+    spare_positions: int = 0
     settings: Mapping[str, str] = field(default_factory=dict)
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
@@ -104,6 +106,7 @@ ROLLOUT_ENGINES = (
         fp8_error=0.08,
         sampler=exponential_race,
         head_scales=False,
+        spare_positions=1,
         settings={"rollout.kv_cache_memory_bytes": "33554432"},
         marks=(_WITHOUT_VLLM,),
     ),
