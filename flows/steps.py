@@ -9,8 +9,8 @@ from flows.record import PHASES
 from flows.sampling import Sampler
 from flows.session import Session
 from infra.provenance import peak_memory_gb
+from tasks.bootstrap import rebuild_rollout
 from tasks.calibrate import calibrate
-from tasks.calls import wait
 from tasks.checkpoint import checkpoint
 from tasks.data.tokens import TextCodec
 from tasks.engines.step_inputs import correction_of
@@ -92,7 +92,7 @@ class Stepper:
         s = self._s
         self._recipe = high_precision_rollout(s.config.recipe)
         self._expected_linears = ()
-        wait("build (BF16 rollout)", s.engines.rollout.build.remote(s.config, self._recipe, self._model_dir))
+        rebuild_rollout(s.engines, s.config, self._recipe, self._model_dir, "BF16 rollout")
         metrics = self.evaluate(step, "eval/accuracy_bf16")
         return {"eval/accuracy_bf16": metrics["eval/accuracy_bf16"]}
 

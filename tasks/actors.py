@@ -70,6 +70,9 @@ class RolloutActor:
         }
         return counts, batch
 
+    def logprobs(self, weight_version: int, rows: TokenRows, prompt_lengths: Tensor) -> Tensor:
+        return self._engine.logprobs(weight_version, rows, prompt_lengths)
+
 
 class TrainerActor:
     """Owns the trainer engine, and before that the warm start."""

@@ -182,9 +182,7 @@ class VllmRolloutEngine:
         self._forget_prefixes()
         try:
             with self._compilation():
-                return self._live.generate(
-                    [{"prompt_token_ids": ids} for ids in sequences], sampling, use_tqdm=False
-                )
+                return self._live.generate([{"prompt_token_ids": ids} for ids in sequences], sampling, use_tqdm=False)
         except BaseException:
             # Requests may be left in flight; they would hold the cache and mix with the next ones.
             self._build()

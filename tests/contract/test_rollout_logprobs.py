@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from tasks.engines.protocols import EngineError, RolloutBatch, RolloutEngine, TokenRows, WeightVersionError
-from tests.contract.engines import KV_RECIPES, POSITIONS, Workbench
+from tasks.preflight import MEAN, TOKENS, cache_mismatch
+from tests.contract.engines import KV_RECIPES, POSITIONS, Workbench, make_outlier_model
 from tests.contract.reference import Reference, effect_share
 
 ONLY_KV = "recipe.rollout_linears.format=bf16"
@@ -43,7 +46,9 @@ def test_the_format_of_the_cache_is_in_them(rollouts: Workbench, recipe: str) ->
     mask = batch.response_mask()
     with torch.no_grad():
         plain, rounded = (
-            Reference(rollouts.model_dir, payload, kv_scales=scales, dtype=torch.bfloat16).logprobs(batch)[mask].double()
+            Reference(rollouts.model_dir, payload, kv_scales=scales, dtype=torch.bfloat16)
+            .logprobs(batch)[mask]
+            .double()
             for scales in (None, payload.kv_scales)
         )
     assert float((found - rounded).abs().mean()) < rollouts.rollout_engine.fp8_error
@@ -143,3 +148,22 @@ def test_rows_of_very_different_lengths_are_scored_together(rollouts: Workbench)
         live = torch.isfinite(alone)
         assert torch.equal(torch.isfinite(both[row]), live) and int(live.sum()) == room - int(prompt)
         assert float((both[row] - alone)[live].abs().mean()) < _noise(rollouts)
+
+
+def test_an_outlier_channel_of_k_shows_under_an_fp8_cache_alone(rollouts: Workbench, tmp_path: Path) -> None:
+    """What the pre-flight is for: E4M3 spans 2^15 of normal values, and the scale of a layer follows the largest."""
+    found = []
+    for factor in (1.0, 2.0**18):
+        model = make_outlier_model(tmp_path / f"{factor:g}", factor)
+        bench = Workbench(rollouts.rollout_engine, rollouts.trainer_engine, model)
+        batch = bench.batch("bf16")
+        p, q = (
+            bench.rollout(*recipe).logprobs(0, batch.rows(), batch.prompt_lengths)
+            for recipe in (("fp8_rollout_kv", ONLY_KV), ("bf16",))
+        )
+        found.append((batch, q, cache_mismatch(p, q, batch.response_mask())))
+    (plain, plain_q, fine), (outlier, outlier_q, lost) = found
+    assert torch.equal(plain.tokens, outlier.tokens)
+    torch.testing.assert_close(outlier_q, plain_q, rtol=0, atol=0, equal_nan=True)
+    assert fine[TOKENS] == lost[TOKENS] == 96
+    assert lost[MEAN] > 5 * fine[MEAN] > 0
