@@ -20,12 +20,24 @@ from conf.problems import ConfigError, describe_errors
 from conf.schema.base import MISSING, Problem
 from conf.schema.run import RunConfig
 
-__all__ = ["CONFIG_DIR", "ConfigError", "compose", "digest", "flatten", "resolved"]
+__all__ = ["CONFIG_DIR", "ConfigError", "compose", "digest", "flatten", "resolved", "shapes_results"]
 
 CONFIG_DIR: Final = Path(__file__).resolve().parent
 RESULT_NEUTRAL: Final = frozenset(
-    {"steps", "checkpoint_every", "resume", "run_name", "runs_dir", "cluster", "tracking", "storage", "benchmark"}
+    {
+        "steps",
+        "checkpoint_every",
+        "resume",
+        "run_name",
+        "runs_dir",
+        "cluster",
+        "tracking",
+        "storage",
+        "benchmark",
+        "rollout.kv_preflight",
+    }
 )
+"""Keys, and all below them, that change nothing that a run computes."""
 _MISSING_MARK: Final = "???"
 _REPLACED_BY_PATH: Final = ("model.architecture", "model.warm_start")
 # Hydra keeps its state in a process-wide singleton.
@@ -69,11 +81,25 @@ def flatten(config: RunConfig) -> dict[str, str | int | float | bool | None]:
 def digest(config: RunConfig) -> str:
     """SHA-256 (hex) over the canonical JSON of what shapes a run's results.
 
-    RESULT_NEUTRAL is left out: how far the run goes, its name and place, saves, surroundings.
+    RESULT_NEUTRAL is left out: how far the run goes, its name and place, saves, surroundings, checks at its start.
     """
-    shaping = {key: value for key, value in resolved(config).items() if key not in RESULT_NEUTRAL}
-    text = json.dumps(shaping, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    text = json.dumps(
+        _shaping(resolved(config)), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
     return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def shapes_results(key: str) -> bool:
+    """Whether a dotted key can change what a run computes."""
+    return not any(key == neutral or key.startswith(f"{neutral}.") for neutral in RESULT_NEUTRAL)
+
+
+def _shaping(value: Any, key: str = "") -> Any:
+    """The map without what is neutral at any depth."""
+    if not isinstance(value, dict):
+        return value
+    dotted = {name: f"{key}.{name}" if key else name for name in value}
+    return {name: _shaping(item, dotted[name]) for name, item in value.items() if shapes_results(dotted[name])}
 
 
 def _compose_with_hydra(overrides: Sequence[str]) -> dict[str, Any]:

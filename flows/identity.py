@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from conf.compose import RESULT_NEUTRAL, digest, flatten
+from conf.compose import digest, flatten, shapes_results
 from conf.problems import ConfigError
 from conf.schema import RunConfig
 from flows.inputs import input_digests
@@ -91,7 +91,7 @@ def _check_same_config(config: RunConfig, manifest: Manifest) -> None:
 
 def _shaping(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that shape results, as the digest takes them."""
-    return {key: value for key, value in flat.items() if key.partition(".")[0] not in RESULT_NEUTRAL}
+    return {key: value for key, value in flat.items() if shapes_results(key)}
 
 
 def checkpoint_meta(

@@ -16,7 +16,7 @@ import yaml
 from ray.actor import ActorHandle
 
 from conf.compose import flatten, resolved
-from conf.schema import Recipe, RunConfig
+from conf.schema import RunConfig
 from flows.console import Console
 from flows.environment import tracking_uri
 from flows.identity import RunIdentity, identify
@@ -28,7 +28,7 @@ from infra.provenance import git_commit
 from infra.ray_cluster import await_ready, cluster_has_gpus, ray_cluster, spawn
 from infra.store import CheckpointStore
 from tasks.actors import RolloutActor, TrainerActor
-from tasks.calls import Engines, wait
+from tasks.calls import Engines
 from tasks.data.examples import Dataset
 from tasks.data.grading import Grader
 from tasks.data.loading import load_dataset
@@ -49,7 +49,6 @@ class Session:
         dataset: Dataset,
         grader: Grader,
         console: Console,
-        actors: RunActors,
     ) -> None:
         self.config = config
         self.identity = identity
@@ -59,22 +58,12 @@ class Session:
         self.dataset = dataset
         self.grader = grader
         self.console = console
-        self._actors = actors
         self.start_step = identity.start_step
         self.top_tokens = TopTokens(folder / TOP_TOKENS)
 
     @property
     def storage_target(self) -> tuple[str, dict[str, Any]]:
         return storage_target(self.config)
-
-    def rebuild_rollout(self, phase: str, recipe: Recipe, model_dir: str) -> None:
-        """An empty rollout engine for `recipe` in place of the present one.
-
-        vLLM gets a new process: one that held an engine on a GPU can hold no other.
-        """
-        if self.config.rollout.engine == "vllm":
-            self.engines.rollout = self._actors.replace_rollout(self.engines.rollout)
-        wait(phase, self.engines.rollout.build.remote(self.config, recipe, model_dir))
 
     def mlflow_run_id(self) -> str | None:
         """Id of the MLflow run, None while its store cannot be reached."""
@@ -111,14 +100,14 @@ def open_session(
         loading = pool.submit(load_dataset, config.data)
         stack.enter_context(ray_cluster(config.cluster, namespace=f"fp8-grpo-{identity.name}"))
         actors = RunActors(config, f"fp8-grpo-{flow_run_id}-{run_count}")
-        engines = Engines(actors.rollout(), actors.trainer())
+        engines = Engines(actors.rollout(), actors.trainer(), actors.replace_rollout)
         dataset = loading.result()
         grader = stack.enter_context(Grader(dataset.grader, config.data.answer_time_limit_s))
         writer = _writer(config, identity, folder, journal, flow_run_id)
         stack.enter_context(_closing(writer, config, console))
         writer.add_artifact(folder / "config.yaml")
         _await_actors(engines, config)
-        yield Session(config, identity, folder, Record(journal, writer), engines, dataset, grader, console, actors)
+        yield Session(config, identity, folder, Record(journal, writer), engines, dataset, grader, console)
 
 
 def _set_aside(folder: Path) -> None:

@@ -9,6 +9,7 @@ from flows.record import PHASES
 from flows.sampling import Sampler
 from flows.session import Session
 from infra.provenance import peak_memory_gb
+from tasks.bootstrap import rebuild_rollout
 from tasks.calibrate import calibrate
 from tasks.checkpoint import checkpoint
 from tasks.data.tokens import TextCodec
@@ -91,7 +92,7 @@ class Stepper:
         s = self._s
         self._recipe = high_precision_rollout(s.config.recipe)
         self._expected_linears = ()
-        s.rebuild_rollout("build (BF16 rollout)", self._recipe, self._model_dir)
+        rebuild_rollout(s.engines, s.config, self._recipe, self._model_dir, "BF16 rollout")
         metrics = self.evaluate(step, "eval/accuracy_bf16")
         return {"eval/accuracy_bf16": metrics["eval/accuracy_bf16"]}
 

@@ -10,6 +10,7 @@ from prefect import flow
 from prefect.context import FlowRunContext
 
 from conf.compose import compose
+from conf.problems import ConfigError
 from conf.schema import RunConfig
 from flows.console import Console
 from flows.inputs import check_inputs, check_prompts
@@ -18,8 +19,9 @@ from flows.report import summarize, write_report
 from flows.session import Session, find_run, open_session
 from flows.steps import Stepper
 from infra.provenance import versions
-from tasks.bootstrap import bootstrap, build_engines, prepare_model
-from tasks.calls import wait
+from tasks import preflight
+from tasks.bootstrap import bootstrap, build_engines, prepare_model, rebuild_rollout
+from tasks.calls import stopwatch, wait
 from tasks.data.tokens import TextCodec
 from tasks.engines.plan import rollout_linears
 from tasks.sync import sync
@@ -73,13 +75,17 @@ def _prepare(session: Session) -> Stepper:
     if config.model.warm_start is not None:
         how = "from the cache" if prepared["cached"] else f"in {prepared['time/warm_start_s']:.1f} s"
         s.console.say(f"warm start: {how}")
-    build_engines(s.engines, config, model_dir)
+    checked = s.identity.manifest is None and preflight.wanted(config)
+    build_engines(s.engines, config, preflight.bf16_cache(config.recipe) if checked else config.recipe, model_dir)
     codec, linears = TextCodec(Path(model_dir)), rollout_linears(config, Path(model_dir))
     check_prompts(s.dataset, codec, config)
     if s.identity.manifest is None:
         stepper = Stepper(s, codec, model_dir, linears, drawn=0)
+        reference = _before_fp8_cache(s, codec, model_dir, linears) if checked else None
         values = bootstrap(s.engines, config, s.dataset, codec, linears)
         s.record.add("bootstrap", 0, values | {"time/warm_start_s": prepared["time/warm_start_s"]})
+        if reference is not None:
+            _judge_fp8_cache(s, reference)
         _evaluate(s, stepper, 0)
         s.record.add("checkpoint", 0, stepper.checkpoint(0))
     else:
@@ -92,6 +98,30 @@ def _prepare(session: Session) -> Stepper:
             )
         sync(s.engines, config.recipe, linears, config.cluster)
     return stepper
+
+
+def _before_fp8_cache(
+    session: Session, codec: TextCodec, model_dir: str, linears: tuple[str, ...]
+) -> preflight.Reference:
+    """The reference of the pre-flight, from the engine that is there; then the run's own engine takes its place."""
+    s = session
+    reference = preflight.preflight_reference(s.engines, s.config, s.dataset, codec, linears)
+    with stopwatch() as watch:
+        rebuild_rollout(s.engines, s.config, s.config.recipe, model_dir)
+    reference.seconds += watch.seconds
+    return reference
+
+
+def _judge_fp8_cache(session: Session, reference: preflight.Reference) -> None:
+    """Record the pre-flight; `ConfigError` where it refuses the run."""
+    limits = session.config.rollout.kv_preflight
+    measured = preflight.preflight_compare(session.engines, reference, version=0)
+    session.record.add("preflight", 0, measured)
+    found = preflight.verdict(measured[preflight.MEAN], limits)
+    if found == "refuse":
+        raise ConfigError([str(preflight.refusal(measured, limits))])
+    said = f"warning: {preflight.warning(measured, limits)}" if found == "warn" else preflight.described(measured)
+    session.console.say(f"pre-flight, {measured['time/preflight_s']:.1f} s: {said}")
 
 
 def _evaluate(session: Session, stepper: Stepper, step: int) -> None:

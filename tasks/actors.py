@@ -98,6 +98,9 @@ class RolloutActor:
             "memory/peak_gb": peak_memory_gb(),
         }
 
+    def logprobs(self, weight_version: int, rows: TokenRows, prompt_lengths: Tensor) -> Tensor:
+        return self._engine.logprobs(weight_version, rows, prompt_lengths)
+
 
 class TrainerActor:
     """Owns the trainer engine, and before that the warm start."""

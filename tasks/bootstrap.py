@@ -11,7 +11,7 @@ import ray
 import torch
 from prefect import task
 
-from conf.schema import RunConfig
+from conf.schema import Recipe, RunConfig
 from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
 from tasks.data.examples import Dataset, Example
 from tasks.data.tokens import TextCodec
@@ -76,12 +76,22 @@ def _read_progress(path: Path) -> dict[str, Any] | None:
 
 
 @task(name="build-engines", **TASK_OPTIONS)
-def build_engines(engines: Engines, config: RunConfig, model_dir: str) -> None:
+def build_engines(engines: Engines, config: RunConfig, rollout_recipe: Recipe, model_dir: str) -> None:
     """Build both engines at the same time; each is empty or at its starting weights."""
     trainer = engines.trainer.build.remote(config, model_dir)
-    rollout = engines.rollout.build.remote(config, config.recipe, model_dir)
+    rollout = engines.rollout.build.remote(config, rollout_recipe, model_dir)
     wait("build (trainer)", trainer)
     wait("build (rollout)", rollout)
+
+
+def rebuild_rollout(engines: Engines, config: RunConfig, recipe: Recipe, model_dir: str, what: str = "rollout") -> None:
+    """Replace the rollout engine by one of `recipe`, empty until a sync; a failure names `what`.
+
+    vLLM gets a new process: one that held an engine on a GPU can hold no other.
+    """
+    if config.rollout.engine == "vllm":
+        engines.replace_rollout()
+    wait(f"build ({what})", engines.rollout.build.remote(config, recipe, model_dir))
 
 
 def prompt_rows(examples: tuple[Example, ...], codec: TextCodec) -> TokenRows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,9 +48,17 @@ def stopwatch() -> Iterator[Stopwatch]:
 class Engines:
     """The actors of one run. A plain class on purpose: Prefect walks through dataclasses it is handed."""
 
-    def __init__(self, rollout: ActorHandle, trainer: ActorHandle) -> None:
+    def __init__(
+        self, rollout: ActorHandle, trainer: ActorHandle, successor: Callable[[ActorHandle], ActorHandle] | None = None
+    ) -> None:
         self.rollout = rollout
         self.trainer = trainer
+        self._successor = successor
+
+    def replace_rollout(self) -> None:
+        """End the rollout engine's process and start another; without a way to start one it stays."""
+        if self._successor is not None:
+            self.rollout = self._successor(self.rollout)
 
 
 def wait(phase: str, ref: Any, timeout_s: float | None = None) -> Any:

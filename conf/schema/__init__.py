@@ -5,7 +5,7 @@ from conf.schema.base import Problem, Refusal, Section
 from conf.schema.benchmark import Benchmark
 from conf.schema.correction import Correction, RejectionRule
 from conf.schema.data import Data, JsonlData, ReasoningGymData
-from conf.schema.engines import Optimizer, Rollout, TorchRollout, Trainer, VllmRollout
+from conf.schema.engines import KvPreflight, Optimizer, Rollout, TorchRollout, Trainer, VllmRollout
 from conf.schema.environment import Cluster, Storage, Tracking
 from conf.schema.model import Model, TinyArchitecture, WarmStart
 from conf.schema.recipe import Calibration, KvPrecision, LinearPrecision, Recipe
@@ -21,6 +21,7 @@ __all__ = [
     "DynamicSampling",
     "JsonlData",
     "KvPrecision",
+    "KvPreflight",
     "LinearPrecision",
     "Model",
     "Optimizer",

@@ -14,6 +14,37 @@ _DISTRIBUTION = (
 )
 
 
+class KvPreflight(Section):
+    """Whether this model bears an FP8 KV cache: measured before step 1 of a new run, where the recipe has one.
+
+    Samples of an engine with a BF16 cache are scored by it and by the run's own engine, at the same weights; what is
+    judged is the mean over tokens of |d|, d = log p (FP8 cache) - log p (BF16 cache) at temperature 1, in nats.
+    """
+
+    enabled: bool = True
+    """Whether to measure."""
+
+    prompts: int = Field(default=128, ge=1)
+    """Train prompts, each sampled once (>= 1; no more than there are)."""
+
+    max_new_tokens: int | None = Field(default=256, ge=1)
+    """Longest answer (tokens, >= 1); null, and never more than, rollout.max_new_tokens."""
+
+    warn: float = Field(default=0.03, gt=0.0)
+    """Mean |d| above which the run says so and goes on (nats, > 0). Provisional."""
+
+    refuse: float = Field(default=0.1, gt=0.0)
+    """Mean |d| above which the run is refused (nats, >= warn). Provisional."""
+
+    @field_validator("refuse")
+    @classmethod
+    def _refuse_above_warn(cls, value: float, info: ValidationInfo) -> float:
+        warn = info.data.get("warn")
+        if warn is not None and value < warn:
+            raise Refusal(Problem("refuse", value, f"is below warn {warn}", f"{warn} and more"))
+        return value
+
+
 class _Sampling(Section):
     """Keys of every rollout engine."""
 
@@ -34,6 +65,9 @@ class _Sampling(Section):
 
     threads: int = Field(default=2, ge=1)
     """CPU threads of the engine (>= 1)."""
+
+    kv_preflight: KvPreflight = Field(default_factory=KvPreflight)
+    """Measurement of an FP8 KV cache before step 1."""
 
     @field_validator("top_p")
     @classmethod

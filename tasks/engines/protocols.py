@@ -225,6 +225,15 @@ class RolloutEngine(Protocol):
         """The batch of `stream`."""
         ...
 
+    def logprobs(self, weight_version: int, rows: TokenRows, prompt_lengths: Tensor) -> Tensor:
+        """Log-probabilities of given responses, in the precision in which this engine generates; nothing is sampled.
+
+        `rows` prompt + response; `prompt_lengths` int64 `[rows]`, from 1 to the row's length. Returns fp32
+        `[rows, width]`, nats, at temperature 1; NaN off the response. `WeightVersionError` as in `generate`;
+        `EngineError` for tokens that the model does not know and sequences that are too long.
+        """
+        ...
+
     def report(self) -> EngineReport: ...
 
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conf.schema import Recipe, RunConfig, VllmRollout
+from conf.schema import Recipe, Rollout, RunConfig, VllmRollout
 from tasks.engines.protocols import EngineError, RolloutEngine, TrainerEngine
+
+
+def rollout_settings(config: RunConfig, recipe: Recipe) -> Rollout:
+    """The run's settings for an engine of `recipe`, without an argument that repeats the run's own cache type."""
+    settings = config.rollout
+    if isinstance(settings, VllmRollout) and recipe.kv != config.recipe.kv:
+        others = {name: value for name, value in settings.engine_args.items() if name != "kv_cache_dtype"}
+        return settings.model_copy(update={"engine_args": others})
+    return settings
 
 
 def build_rollout(config: RunConfig, recipe: Recipe, model_dir: Path) -> RolloutEngine:
     """The configured rollout engine for `recipe` (which may differ from the run's, as for a BF16 evaluation)."""
-    settings = config.rollout
+    settings = rollout_settings(config, recipe)
     if isinstance(settings, VllmRollout):
         # The environment is made for one of the two; importing vLLM takes seconds.
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from tasks.engines.protocols import (
@@ -12,6 +13,7 @@ from tasks.engines.protocols import (
     SyncError,
     SyncHeader,
     TensorForm,
+    TokenRows,
     WeightVersionError,
 )
 from tasks.numerics.kv_scales import scale_faults
@@ -43,10 +45,10 @@ def check_form(name: str, sent: TensorForm, held: TensorForm) -> None:
         raise SyncError(f"{name}: sent {sent.shape} {sent.dtype}, the engine holds {held.shape} {held.dtype}")
 
 
-def check_version(request: GenerateRequest, held: int | None) -> None:
-    """`WeightVersionError` unless the engine holds what the request expects."""
-    if held != request.weight_version:
-        raise WeightVersionError(f"the request expects version {request.weight_version}, the engine holds {held}")
+def check_version(held: int | None, asked: int) -> None:
+    """`WeightVersionError` unless the engine holds the version that a request expects; `held` None while dirty."""
+    if held != asked:
+        raise WeightVersionError(f"the request expects version {asked}, the engine holds {held}")
 
 
 def check_request(request: GenerateRequest, positions: int, vocabulary: int) -> None:
@@ -68,3 +70,28 @@ def check_request(request: GenerateRequest, positions: int, vocabulary: int) -> 
                 f"prompt {prompt.id}: {len(prompt.token_ids)} tokens + rollout.max_new_tokens "
                 f"{request.max_new_tokens} exceed the model's {positions} positions"
             )
+
+
+def check_rows(rows: TokenRows, prompt_lengths: Tensor, positions: int, vocabulary: int, spare: int = 0) -> None:
+    """`EngineError` for sequences whose responses have no log-probabilities in a model of `positions` positions.
+
+    `spare`: positions that the engine needs behind the last token.
+    """
+    count, width = rows.tokens.shape
+    if not count:
+        raise EngineError("there are no sequences to score")
+    if rows.lengths.shape != (count,) or prompt_lengths.shape != (count,):
+        given = f"{tuple(rows.lengths.shape)} lengths, {tuple(prompt_lengths.shape)} prompt lengths"
+        raise EngineError(f"{count} sequences need as many lengths and prompt lengths; given: {given}")
+    real = torch.arange(width) < rows.lengths.unsqueeze(1)
+    unknown = real & ((rows.tokens < 0) | (rows.tokens >= vocabulary))
+    for row, (prompt, length) in enumerate(zip(prompt_lengths.tolist(), rows.lengths.tolist(), strict=True)):
+        if not 1 <= prompt <= length <= width:
+            wrong = f"a prompt of {prompt} tokens in a sequence of {length}, {width} columns wide"
+            raise EngineError(f"sequence {row}: {wrong}; allowed: 1 <= prompt <= sequence <= columns")
+        if unknown[row].any():
+            token = int(rows.tokens[row][unknown[row]][0])
+            raise EngineError(f"sequence {row}: token {token} is not one of the model's {vocabulary} tokens")
+        if length + spare > positions:
+            more = f", of which the engine needs {spare} behind the last token" if spare else ""
+            raise EngineError(f"sequence {row}: {length} tokens exceed the model's {positions} positions{more}")

@@ -19,14 +19,15 @@ from tasks.engines.protocols import (
     Prompt,
     RolloutBatch,
     SyncHeader,
+    TokenRows,
 )
-from tasks.engines.rollout_checks import check_header, check_request, check_version, forms_of
+from tasks.engines.rollout_checks import check_header, check_request, check_rows, check_version, forms_of
 from tasks.engines.sync_steps import StepwiseSync
 from tasks.engines.torch_attention import CachedAttention, install_hook, scale_heads
 from tasks.engines.torch_linears import Fp8InferenceLinear, use_fp8_inference
 from tasks.engines.torch_models import empty_model, forward_hidden, head_logits, weights
 from tasks.numerics.fingerprint import fingerprints
-from tasks.numerics.logprobs import greedy_tokens, sample_tokens, uniforms
+from tasks.numerics.logprobs import greedy_tokens, sample_tokens, token_logprobs, uniforms
 
 
 @dataclass
@@ -93,8 +94,8 @@ class TorchRolloutEngine(StepwiseSync):
 
     def stream(self, request: GenerateRequest) -> GroupStream:
         """Groups end with their decode batch."""
-        check_version(request, self._version)
-        check_request(request, int(self._model.config.max_position_embeddings), int(self._model.config.vocab_size))
+        check_version(self._version, request.weight_version)
+        check_request(request, *self._limits)
         chunks, groups, sample = self._chunks(request.prompts), OpenGroups(request.prompts), 0
         parts: list[_Decoded] = []
         for chunk in chunks:
@@ -105,9 +106,25 @@ class TorchRolloutEngine(StepwiseSync):
             sample += len(parts[-1].lengths)
             if ended:
                 yield ended
-                check_version(request, self._version)
+                check_version(self._version, request.weight_version)
         prompts = [prompt for chunk in chunks for prompt in chunk for _ in prompt.seeds]
         return _assemble(prompts, parts, request.weight_version)
+
+    def logprobs(self, weight_version: int, rows: TokenRows, prompt_lengths: Tensor) -> Tensor:
+        check_version(self._version, weight_version)
+        check_rows(rows, prompt_lengths, *self._limits)
+        found = torch.full(rows.tokens.shape, float("nan"))
+        for part in torch.arange(rows.tokens.shape[0]).split(self._settings.batch_size):
+            with torch.inference_mode():
+                forced = self._force_chunk(rows.tokens[part], rows.lengths[part], prompt_lengths[part])
+            found[part] = forced
+        return found
+
+    @property
+    def _limits(self) -> tuple[int, int]:
+        """Positions and tokens of the model."""
+        config = self._model.config
+        return int(config.max_position_embeddings), int(config.vocab_size)
 
     def _chunks(self, prompts: tuple[Prompt, ...]) -> list[list[Prompt]]:
         """Whole prompts whose samples fit a decode batch together; a prompt with more samples is split."""
@@ -159,12 +176,32 @@ class TorchRolloutEngine(StepwiseSync):
             logits = self._advance(tokens[-1])
         return _Decoded(torch.stack(tokens, 1), torch.stack(logprobs, 1), counts, ~done)
 
-    def _advance(self, token: Tensor) -> Tensor:
-        """Feed one token a sample; returns the logits of the next."""
+    def _force_chunk(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> Tensor:
+        """The decode loop with given tokens in place of drawn ones; shapes as in `RolloutEngine.logprobs`."""
+        prompts = [
+            Prompt(str(i), tuple(row[:n].tolist()), (0,))
+            for i, (row, n) in enumerate(zip(tokens, prompt_lengths, strict=True))
+        ]
+        counts, rows = lengths - prompt_lengths, torch.arange(tokens.shape[0])
+        steps = int(counts.max())
+        logits, _ = self._prefill(prompts, int(prompt_lengths.max()) + steps)
+        found = torch.full(tokens.shape, float("nan"))
+        for step in range(steps):
+            live = step < counts
+            column = torch.where(live, prompt_lengths + step, 0)
+            token = torch.where(live, tokens[rows, column], 0)
+            found[rows[live], column[live]] = token_logprobs(logits[live], token[live], 1.0)
+            if step + 1 < steps:
+                # A row that ends stays at its last position: the next one may be beyond the model's.
+                logits = self._advance(token, (step + 1 < counts).to(torch.int64))
+        return found
+
+    def _advance(self, token: Tensor, by: Tensor | int = 1) -> Tensor:
+        """Feed one token a sample, each of which then holds `by` more; returns the logits of the next."""
         lengths = self._attention.lengths
         assert lengths is not None
         hidden = forward_hidden(self._model, token.unsqueeze(1), lengths.unsqueeze(1))
-        self._attention.lengths = lengths + 1
+        self._attention.lengths = lengths + by
         return head_logits(self._model, hidden[:, 0])
 
     def report(self) -> EngineReport:

@@ -40,8 +40,9 @@ from tasks.engines.protocols import (
     RolloutBatch,
     SyncHeader,
     TensorForm,
+    TokenRows,
 )
-from tasks.engines.rollout_checks import check_header, check_request, check_version
+from tasks.engines.rollout_checks import check_header, check_request, check_rows, check_version
 from tasks.engines.sync_steps import StepwiseSync
 from tasks.engines.vllm_arguments import engine_arguments, engine_environment, model_of
 from tasks.engines.vllm_worker import ReadBack
@@ -230,36 +231,61 @@ class VllmRolloutEngine(StepwiseSync):
 
     def stream(self, request: GenerateRequest) -> GroupStream:
         """A group ends with the last of its samples, while vLLM goes on with the others."""
-        check_version(request, self._version)
+        check_version(self._version, request.weight_version)
         check_request(request, self._positions, self._vocabulary)
         if not request.greedy and request.temperature < LOWEST_TEMPERATURE:
             raise EngineError(f"temperature {request.temperature}: vLLM samples at {LOWEST_TEMPERATURE} and above")
-        if self._live.llm_engine.has_unfinished_requests():
-            raise EngineError("another request is being sampled")
-        # Whether a prompt's start is cached changes the shape of products, and with it the last bit of their sums.
-        self._forget_prefixes()
         samples = [(prompt, seed) for prompt in request.prompts for seed in prompt.seeds]
+        items = [(list(prompt.token_ids), _sampling(request, seed)) for prompt, seed in samples]
         groups = OpenGroups(request.prompts)
         outputs: dict[int, Any] = {}
-        try:
-            for ended in self._run(request, samples):
+        with self._in_flight():
+            for ended in self._run(items):
                 outputs |= ended
                 complete = groups.add((sample, list(o.outputs[0].token_ids)) for sample, o in ended.items())
                 if complete:
                     yield complete
-                    check_version(request, self._version)
+                    check_version(self._version, request.weight_version)
+        ordered = [outputs[sample] for sample in range(len(samples))]
+        return _assemble([prompt for prompt, _ in samples], ordered, request.weight_version)
+
+    def logprobs(self, weight_version: int, rows: TokenRows, prompt_lengths: Tensor) -> Tensor:
+        check_version(self._version, weight_version)
+        # vLLM cannot but sample a token behind each sequence.
+        check_rows(rows, prompt_lengths, self._positions, self._vocabulary, spare=1)
+        sequences = [row[:n].tolist() for row, n in zip(rows.tokens, rows.lengths, strict=True)]
+        found = torch.full(rows.tokens.shape, float("nan"))
+        outputs: dict[int, Any] = {}
+        with self._in_flight():
+            for ended in self._run([(ids, _scoring()) for ids in sequences]):
+                outputs |= ended
+        for row, (ids, start) in enumerate(zip(sequences, prompt_lengths.tolist(), strict=True)):
+            if list(outputs[row].prompt_token_ids) != ids:
+                raise EngineError(f"sequence {row}: vLLM returned another one in its place")
+            pairs = list(zip(ids, outputs[row].prompt_logprobs, strict=True))
+            taken = [entry[token].logprob for token, entry in pairs[start:]]
+            found[row, start : len(ids)] = torch.tensor(taken)
+        return found
+
+    @contextmanager
+    def _in_flight(self) -> Iterator[None]:
+        """Around requests: one batch of them at a time, and none left behind by a failure."""
+        if self._live.llm_engine.has_unfinished_requests():
+            raise EngineError("another request is being sampled")
+        # Whether a prompt's start is cached changes the shape of products, and with it the last bit of their sums.
+        self._forget_prefixes()
+        try:
+            yield
         except BaseException:
             # Requests may be left in flight; they would hold the cache and mix with the next ones.
             self._recover()
             raise
-        ordered = [outputs[sample] for sample in range(len(samples))]
-        return _assemble([prompt for prompt, _ in samples], ordered, request.weight_version)
 
-    def _run(self, request: GenerateRequest, samples: list[tuple[Prompt, int]]) -> Iterator[dict[int, Any]]:
-        """Hand all samples to vLLM and step it until each has ended; yields the outputs of a step by sample."""
+    def _run(self, items: list[tuple[list[int], SamplingParams]]) -> Iterator[dict[int, Any]]:
+        """Hand all sequences to vLLM and step it until each has ended; yields the outputs of a step by place."""
         engine = self._live.llm_engine
-        for sample, (prompt, seed) in enumerate(samples):
-            engine.add_request(str(sample), tokens_input(list(prompt.token_ids)), _sampling(request, seed))
+        for place, (ids, sampling) in enumerate(items):
+            engine.add_request(str(place), tokens_input(ids), sampling)
         while engine.has_unfinished_requests():
             # Not around the loop: what is compiled and how belongs to the process, which goes on between two groups.
             with self._compilation():
@@ -331,6 +357,11 @@ def _sampling(request: GenerateRequest, seed: int) -> SamplingParams:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _scoring() -> SamplingParams:
+    """A whole sequence as a prompt, whose log-probabilities know no temperature; greedy, so no random state moves."""
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
 
 def _assemble(prompts: list[Prompt], outputs: list[Any], version: int) -> RolloutBatch:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from conf.compose import compose
 from conf.schema import Recipe, RunConfig, TinyArchitecture
@@ -82,7 +82,8 @@ class Engine:
     `bf16_error` and `fp8_error`: largest mean |log-probability - reference| of its two precisions. FP8 needs more
     room where BF16 values are rounded at other places than in the reference's model code, since a last bit before
     rounding to E4M3 moves a value by a whole step. `sampler`: how a seed decides. `head_scales`: whether Q/K/V scales
-    may be one a head; an engine without refuses such a recipe. `settings` besides `PINNED`.
+    may be one a head; an engine without refuses such a recipe. `spare_positions` it needs behind a sequence whose
+    log-probabilities are asked for. `settings` besides `PINNED`.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Engine:
     fp8_error: float
     sampler: Sampler = inverse_cdf
     head_scales: bool = True
+    spare_positions: int = 0
     settings: Mapping[str, str] = field(default_factory=dict)
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
@@ -104,6 +106,7 @@ ROLLOUT_ENGINES = (
         fp8_error=0.08,
         sampler=exponential_race,
         head_scales=False,
+        spare_positions=1,
         settings={"rollout.kv_cache_memory_bytes": "33554432"},
         marks=(_WITHOUT_VLLM,),
     ),
@@ -128,6 +131,40 @@ def make_model(directory: Path, seed: int = 0, **dimensions: int) -> Path:
             if "norm" in name:
                 parameter.mul_(0.75 + 0.5 * torch.rand(parameter.shape, generator=generator))
     save_model(model, tokenizer, directory)
+    return directory
+
+
+def make_outlier_model(directory: Path, factor: float, seed: int = 0) -> Path:
+    """A Hugging Face folder of a Llama model, which has no Q/K-norm, with one channel of every K `factor` times larger.
+
+    The same channel of Q is as much smaller, in both halves that the rotary embedding mixes: with a power of two the
+    BF16 model computes the same to the last bit.
+    """
+    heads, kv_heads, width, channels = 4, 2, 32, [3, 19]
+    tokenizer = train_tokenizer(QUESTIONS, VOCABULARY)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=POSITIONS,
+        initializer_range=128**-0.5,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.view(kv_heads, width, -1)[:, channels] *= factor
+            layer.self_attn.q_proj.weight.view(heads, width, -1)[:, channels] /= factor
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     return directory
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tasks.engines.protocols import RolloutBatch, SyncPayload
 from tests.contract.engines import KV_RECIPES, Workbench
-from tests.contract.reference import Reference, decoded
+from tests.contract.reference import Reference, decoded, effect_share
 
 ONLY_KV = "recipe.rollout_linears.format=bf16"
 
@@ -29,14 +29,8 @@ def _near(bench: Workbench, batch: RolloutBatch, expected: Tensor) -> bool:
 
 
 def _share(batch: RolloutBatch, rounded: Tensor, unrounded: Tensor) -> float:
-    """How much of the effect of a rounding is in the samples: about 1 where the engine rounds, about 0 where not.
-
-    The projection of (engine - `unrounded`) on (`rounded` - `unrounded`). What an engine rounds at other places in
-    BF16 turns some E4M3 codes over; that is independent of the effect, and leaves a share below 1.
-    """
-    effect = rounded - unrounded
-    live = batch.logprobs[batch.response_mask()].double() - unrounded
-    return float((effect * live).sum() / (effect * effect).sum())
+    """How much of the effect of a rounding is in the samples."""
+    return effect_share(batch.logprobs[batch.response_mask()], rounded, unrounded)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_rollout", "fp8_e2e"])

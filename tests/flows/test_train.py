@@ -7,10 +7,19 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from infra.store import CheckpointStore
 from tests.flows.runs import final_weights, journal_of, points, train, train_and_interrupt, train_and_kill
 
 pytestmark = pytest.mark.timeout(900)
 
+NO_MODEL_MEETS = ("rollout.kv_preflight.warn=1e-9", "rollout.kv_preflight.refuse=1e-9")
+
+PREFLIGHT = (
+    "preflight/mean_abs_logprob_diff",
+    "preflight/max_abs_logprob_diff",
+    "preflight/token_mult_prob_error",
+    "preflight/tokens",
+)
 METRICS = (
     "mismatch/token_mult_prob_error",
     "mismatch/gen_kl",
@@ -57,6 +66,8 @@ METRICS = (
     "memory/weights_gb",
     "memory/kv_capacity_tokens",
     "memory/peak_gb",
+    *PREFLIGHT,
+    "time/preflight_s",
 )
 
 
@@ -131,13 +142,50 @@ def test_killed_in_a_step_and_resumed_is_bitwise_equal(runs_dir: Path, reference
     assert journal.last("checkpoint").step == 2, "the kill came too late for the test"
     assert journal.last("step").step in (3, 4)
     journal.close()
-    done = train(["resume=killed"], runs_dir)
+    # Bounds that no model meets: only a new run is measured.
+    done = train(["resume=killed", *NO_MODEL_MEETS], runs_dir)
     assert done.code == 0, done.out
     assert "continues after step 2" in done.out
     assert "computed again" not in done.out, "a repeated step must equal its journal entry"
+    assert "pre-flight" not in done.out
     assert points(runs_dir, "killed") == points(runs_dir, reference)
     url = f"{runs_dir}/checkpoints"
     assert final_weights(url, "killed") == final_weights(url, reference)
+
+
+def test_the_pre_flight_is_measured_once_and_changes_nothing_else(runs_dir: Path, reference: str) -> None:
+    done = train(["run_name=unmeasured", "rollout.kv_preflight.enabled=false"], runs_dir)
+    assert done.code == 0 and "pre-flight" not in done.out, done.out
+    measured, without = points(runs_dir, reference), points(runs_dir, "unmeasured")
+    (mean,), (largest,), (error,), (tokens,) = (measured.pop((name, 0)) for name in PREFLIGHT)
+    assert measured == without
+    # 128 prompts with answers of 1 to 8 tokens; e^|d| - 1 is at least |d|.
+    assert 128 <= tokens <= 8 * 128
+    assert 0 < mean < largest and 1 + mean <= error < 1.2
+    url = f"{runs_dir}/checkpoints"
+    assert final_weights(url, "unmeasured") == final_weights(url, reference)
+
+
+def test_a_pre_flight_above_its_lower_bound_is_said(runs_dir: Path, reference: str) -> None:
+    done = train(["run_name=warned", "steps=1", NO_MODEL_MEETS[0]], runs_dir)
+    assert done.code == 0, done.out
+    mean = points(runs_dir, reference)[(PREFLIGHT[0], 0)][0]
+    assert f"warning: mean |d| {mean:.4g} of log-probabilities" in done.out
+    assert "above rollout.kv_preflight.warn 1e-09; safer: a recipe whose KV cache is BF16" in done.out
+
+
+def test_a_pre_flight_above_its_upper_bound_refuses_the_run(runs_dir: Path, reference: str) -> None:
+    done = train(["run_name=refused", *NO_MODEL_MEETS], runs_dir)
+    assert done.code == 2, done.out
+    values = {name: points(runs_dir, reference)[(name, 0)] for name in PREFLIGHT}
+    assert f"rollout.kv_preflight.refuse = 1e-09: this model has mean |d| {values[PREFLIGHT[0]][0]:.4g}" in done.out
+    assert "allowed: up to 1e-09" in done.out and "Traceback" not in done.out
+    assert points(runs_dir, "refused") == {(name, 0): found for name, found in values.items()}
+    assert CheckpointStore(f"{runs_dir}/checkpoints").latest("refused") is None
+    client = MlflowClient(f"sqlite:///{runs_dir}/mlflow.db")
+    (experiment,) = client.search_experiments(filter_string="name = 'fp8-grpo'")
+    (run,) = client.search_runs([experiment.experiment_id], "attributes.run_name = 'refused'")
+    assert run.info.status == "FAILED"
 
 
 def test_ctrl_c_ends_cleanly(runs_dir: Path, reference: str) -> None:

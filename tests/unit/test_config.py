@@ -299,6 +299,7 @@ def test_digest_is_sha256_of_canonical_json_of_what_shapes_results() -> None:
         del plain[neutral]
     for surroundings in ("cluster", "tracking", "storage", "benchmark"):
         del plain[surroundings]
+    del plain["rollout"]["kv_preflight"]
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     assert digest(compose()) == hashlib.sha256(text.encode()).hexdigest()
 
@@ -317,6 +318,8 @@ def test_digest_is_sha256_of_canonical_json_of_what_shapes_results() -> None:
         ["storage=s3", "storage.url=s3://bucket"],
         ["storage.keep_last=1"],
         ["benchmark.repeats=1"],
+        ["rollout.kv_preflight.enabled=false"],
+        ["rollout.kv_preflight.warn=0.01", "rollout.kv_preflight.refuse=0.5"],
         ["rollout.temperature=1"],
         ["data.parameters={max_digits: 1, min_digits: 1}"],
     ],

@@ -62,6 +62,8 @@ def test_a_refused_resume_lists_what_shapes_results_alone(tmp_path: Path, store:
     with pytest.raises(ConfigError) as caught:
         identify(_config(tmp_path, "resume=run", "seed=3", "steps=50", "checkpoint_every=1"), store)
     assert caught.value.problems == ("resume = run: inputs changed (seed: 0 -> 3); allowed: the run's own values",)
+    limits = ("rollout.kv_preflight.warn=0.01", "rollout.kv_preflight.refuse=0.01")
+    assert identify(_config(tmp_path, "resume=run", *limits), store).start_step == 5
 
 
 def test_a_changed_data_file_is_refused(tmp_path: Path, store: CheckpointStore) -> None:

@@ -13,7 +13,9 @@ from conf.schema import VllmRollout
 from tasks.engines.plan import folder_shape, shape_model
 from tasks.engines.precision_plan import LinearPlan, plan_linears
 from tasks.engines.protocols import EngineError
+from tasks.engines.registry import rollout_settings
 from tasks.engines.vllm_arguments import Model, engine_arguments, model_of
+from tasks.preflight import bf16_cache
 from tests.contract.engines import linears_of
 from tests.engines.mixtures import PROJECTIONS, mixture_config
 
@@ -54,6 +56,14 @@ def test_bf16_asks_for_no_quantisation() -> None:
     arguments = _arguments("recipe=bf16")
     assert arguments["hf_overrides"] == {}
     assert arguments["kv_cache_dtype"] == "auto"
+
+
+def test_a_cache_type_of_the_run_does_not_hold_for_an_engine_of_another_recipe() -> None:
+    config = compose(["rollout=vllm", "rollout.engine_args={kv_cache_dtype: fp8_e4m3, block_size: 32}"])
+    assert rollout_settings(config, config.recipe) is config.rollout
+    other = rollout_settings(config, bf16_cache(config.recipe))
+    assert isinstance(other, VllmRollout) and other.engine_args == {"block_size": 32}
+    assert other.model_copy(update={"engine_args": config.rollout.engine_args}) == config.rollout  # type: ignore[union-attr]
 
 
 def test_an_fp8_cache_beside_bf16_linears_still_gets_a_place_for_its_scales() -> None:
