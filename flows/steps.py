@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conf.schema import KvPrecision, LinearPrecision, Recipe
+from conf.schema import KvPrecision, LinearPrecision, Recipe, VllmRollout
 from flows.identity import checkpoint_meta
 from flows.inputs import input_digests
 from flows.record import PHASES
@@ -11,6 +11,7 @@ from flows.session import Session
 from infra.provenance import peak_memory_gb
 from tasks.bootstrap import rebuild_rollout
 from tasks.calibrate import calibrate
+from tasks.calls import wait
 from tasks.checkpoint import checkpoint
 from tasks.data.tokens import TextCodec
 from tasks.engines.step_inputs import correction_of
@@ -50,6 +51,9 @@ class Stepper:
         s, config = self._s, self._s.config
         synced = self._sync()
         sampled = self._sampler.sample(step)
+        if isinstance(config.rollout, VllmRollout) and config.rollout.sleep_level:
+            # Until the next sync the device's memory is the trainer's.
+            wait("sleep", s.engines.rollout.sleep.remote(), config.cluster.sync_timeout_s)
         scored = score(s.engines, sampled.batch, config.tracking.top_tokens)
         s.top_tokens.add(step, scored["offenders"], self._codec)
         trained = train(s.engines, sampled.batch, scored["logprobs"], sampled.advantages)

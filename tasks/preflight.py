@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-import ray
 import torch
 from prefect import task
 from torch import Tensor
@@ -19,7 +18,7 @@ from tasks.data.examples import Dataset
 from tasks.data.tokens import TextCodec
 from tasks.engines.protocols import GenerateRequest, RolloutBatch, TokenRows
 from tasks.numerics.mismatch_detail import abs_diff_by_position
-from tasks.rollout import sampling_prompts
+from tasks.rollout import generate, sampling_prompts
 from tasks.sync import sync
 
 _PREFLIGHT_STEP = -1
@@ -68,14 +67,13 @@ def preflight_reference(
     """Sample and score with an engine of `bf16_cache`, which the rollout actor must hold. Draws no data."""
     settings = config.rollout.kv_preflight
     with stopwatch() as watch:
-        version = int(sync.fn(engines, bf16_cache(config.recipe), expected_linears)["version"])
+        version = int(sync.fn(engines, bf16_cache(config.recipe), expected_linears, config.cluster)["version"])
         examples = dataset.batch(config.seed, 0, min(settings.prompts, len(dataset.train)))
         prompts = sampling_prompts(examples, codec, config.seed, _PREFLIGHT_STEP, 1)
         limit = min(settings.max_new_tokens or config.rollout.max_new_tokens, config.rollout.max_new_tokens)
         request = GenerateRequest(version, prompts, limit, config.rollout.temperature, codec.eos_token_ids)
-        counts_ref, batch_ref = engines.rollout.generate.options(num_returns=2).remote(request)
-        wait("pre-flight (generate)", counts_ref)
-        batch: RolloutBatch = ray.get(batch_ref)
+        _, batch_ref = generate("pre-flight (generate)", engines, request)
+        batch: RolloutBatch = wait("pre-flight (generate)", batch_ref)
         # A sequence that fills the model's positions is scored without its last token: see `logprobs` of vLLM.
         rows = TokenRows(batch.tokens, batch.lengths.clamp(max=_positions(config, codec) - 1))
         # Not the log-probabilities of sampling, which are of another temperature and, on a GPU, of another kernel.

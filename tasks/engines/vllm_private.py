@@ -271,8 +271,15 @@ class LiveTable:
         return out
 
 
+def tied_head(model: nn.Module) -> nn.Module | None:
+    """The lm_head of a tied model where it is a module of its own, which shares the embedding's weight (Llama)."""
+    config, head = getattr(model, "config", None), getattr(model, "lm_head", None)
+    own = isinstance(head, VocabParallelEmbedding) and head is not model.get_submodule("model.embed_tokens")
+    return head if own and getattr(config, "tie_word_embeddings", False) else None
+
+
 def tables(model: nn.Module) -> Iterator[LiveTable]:
-    """Embedding and, unless they are one, lm_head; rows beyond the vocabulary (padding) left out."""
+    """Embedding and lm_head, unless they are one module; rows beyond the vocabulary (padding) left out."""
     for name, module in model.named_modules():
         if isinstance(module, VocabParallelEmbedding):
             weight = module.weight

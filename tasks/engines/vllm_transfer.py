@@ -16,9 +16,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
+from tasks.engines import vllm_private
 from tasks.numerics.fingerprint import fingerprint
 
 BACKEND = "fp8_grpo_in_process"
+
+EMBEDDING = "model.embed_tokens.weight"
+"""Hugging Face name of the matrix that a tied lm_head shares."""
 
 
 @dataclass
@@ -69,6 +73,11 @@ class InProcessTransfer(WeightTransferEngine):
             if tensor.dtype == torch.bfloat16 and tensor.ndim == 2:
                 self.received[name] = Received(fingerprint(tensor), fingerprint(plain_values(tensor)))
         self.model.load_weights(iter(update_info.tensors.items()))
+        head = vllm_private.tied_head(self.model)
+        if head is not None and EMBEDDING in update_info.tensors:
+            # vLLM loads it through the embedding alone, and what a CPU build packed of it would stay the old one.
+            weight: Any = head.weight
+            weight.weight_loader(weight, update_info.tensors[EMBEDDING])
 
     def finish_weight_update(self) -> None:
         with torch.device(self.device):

@@ -122,18 +122,25 @@ class ReadBackExtension:
                     read.hold(f"{name}.bias", bias)
         for layer in vllm_private.experts(model):
             self._experts(read, layer)
-        for table in vllm_private.tables(model):
-            name = f"{table.name}.weight"
-            read.hold(name, table.weight)
-            if table.packed:
-                live = table.multiply(_identity(table.weight.shape[1], table.weight.device)).t()
-                if not torch.equal(live[: table.weight.shape[0]], table.weight):
-                    read.problems.append(f"{name}: logits do not come from the weights that are held")
+        self._tables(read, model)
         for name, parameter in vllm_private.other_parameters(model):
             read.hold(name, parameter)
         read.take_fingerprints()
         read.attentions = list(vllm_private.attentions(model))
         return read
+
+    def _tables(self, read: ReadBack, model: torch.nn.Module) -> None:
+        tied, held = vllm_private.tied_head(model), {}
+        for table in vllm_private.tables(model):
+            name, held[table.name] = f"{table.name}.weight", table.weight
+            if table.module is not tied:
+                read.hold(name, table.weight)
+            elif not torch.equal(table.weight, held["model.embed_tokens"]):
+                read.problems.append(f"{name}: is not the embedding, to which the model ties it")
+            if table.packed:
+                live = table.multiply(_identity(table.weight.shape[1], table.weight.device)).t()
+                if not torch.equal(live[: table.weight.shape[0]], table.weight):
+                    read.problems.append(f"{name}: logits do not come from the weights that are held")
 
     def _quantized(self, read: ReadBack, linear: LiveLinear, scales: Tensor) -> None:
         rows, columns = linear.block

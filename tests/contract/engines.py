@@ -134,7 +134,7 @@ def make_model(directory: Path, seed: int = 0, **dimensions: int) -> Path:
     return directory
 
 
-def make_outlier_model(directory: Path, factor: float, seed: int = 0) -> Path:
+def make_outlier_model(directory: Path, factor: float, seed: int = 0, tied: bool = False) -> Path:
     """A Hugging Face folder of a Llama model, which has no Q/K-norm, with one channel of every K `factor` times larger.
 
     The same channel of Q is as much smaller, in both halves that the rotary embedding mixes: with a power of two the
@@ -155,7 +155,7 @@ def make_outlier_model(directory: Path, factor: float, seed: int = 0) -> Path:
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         pad_token_id=0,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

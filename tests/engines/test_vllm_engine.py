@@ -31,6 +31,7 @@ from tests.contract.engines import (
     assert_same,
     linears_of,
     make_model,
+    make_outlier_model,
 )
 from tests.engines.mixtures import save_mixture
 
@@ -223,6 +224,27 @@ def test_a_cached_prompt_is_computed_anew_after_a_sync(tmp_path: Path) -> None:
     engine.load_weights(payload)
     again = engine.generate(request)
     torch.testing.assert_close(again.logprobs, before.logprobs, rtol=0, atol=0, equal_nan=True)
+
+
+def _other_head(module: Any) -> None:
+    module.weight = torch.nn.Parameter(module.weight + 1, requires_grad=False)
+
+
+def test_a_tied_head_of_its_own_follows_the_embedding(tmp_path: Path) -> None:
+    """Llama's lm_head shares the embedding's weight, yet is a module of its own, with its own packed copy on CPU."""
+    bench = Workbench(VLLM, TRAINER_ENGINES[0], make_outlier_model(tmp_path, 1.0, tied=True))
+    engine, payload = _engine(bench, "bf16"), bench.payload("bf16")
+    _audit(bench, engine, "bf16")
+    before, name = engine.generate(bench.request(greedy=True)), "model.embed_tokens.weight"
+    engine.load_weights(replace(payload, version=1, tensors=payload.tensors | {name: payload.tensors[name].flip(0)}))
+    assert engine.report().problems == ()
+    assert not torch.equal(engine.generate(bench.request(greedy=True, weight_version=1)).tokens, before.tokens)
+    engine.load_weights(payload)
+    _audit(bench, engine, "bf16")
+    assert_same(engine.generate(bench.request(greedy=True)), before)
+    _change(engine, "lm_head", _other_head)
+    with pytest.raises(AuditError, match=r"lm_head\.weight: is not the embedding"):
+        _audit(bench, engine, "bf16")
 
 
 def test_engines_of_one_process_do_not_disturb_each_other(bench: Workbench) -> None:
