@@ -138,11 +138,12 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     left.bar([r["mode"] for r in headline], [statistics.median(r["tokens_per_s"]) for r in headline], color="#4472c4")
     left.set(title=_cells(headline[0])[1], ylabel="tokens/s")
-    for mode in dict.fromkeys(r["mode"] for r in rows):
-        found = sorted(
-            (r["prompt"] + r["response"], r["speedup"]) for r in rows if r["mode"] == mode and "speedup" in r
-        )
-        right.plot([x for x, _ in found], [y for _, y in found], marker="o", label=mode)
+    # Whole loads and decode steps at few sequences are different measurements: no line joins them.
+    for mode, slope in dict.fromkeys((r["mode"], r.get("slope", False)) for r in rows):
+        of_kind = [r for r in rows if (r["mode"], r.get("slope", False)) == (mode, slope) and "speedup" in r]
+        found = sorted((r["prompt"] + r["response"], r["speedup"]) for r in of_kind)
+        label, line = (f"{mode}, decode step", "--") if slope else (mode, "-")
+        right.plot([x for x, _ in found], [y for _, y in found], line, marker="o", label=label)
     right.axhline(1.0, color="grey", linewidth=0.8)
     right.set(title="speedup over BF16", xlabel="prompt + response, tokens")
     right.legend()

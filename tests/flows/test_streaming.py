@@ -16,7 +16,6 @@ import pytest
 import ray
 import torch
 from ray.actor import ActorHandle
-from tasks.engines.wire import pack
 
 import flows.sampling
 from conf.compose import compose
@@ -31,8 +30,10 @@ from tasks.data.split import prompt_id
 from tasks.data.tokens import TextCodec
 from tasks.engines.protocols import EngineError, GenerateRequest, RolloutBatch
 from tasks.engines.registry import build_trainer
+from tasks.engines.transport import send
 from tasks.reward import reward
 from tasks.rollout import rollout
+from tasks.rollout_link import RolloutLink
 from tasks.select import select
 from tests.contract.engines import make_model
 
@@ -110,7 +111,7 @@ def _spawn(config: RunConfig, name: str) -> ActorHandle:
     await_ready({name: actor}, CLUSTER)
     payload = build_trainer(config, model).export_weights(config.recipe)
     ray.get(actor.build.remote(config, config.recipe, str(model)))
-    ray.get(actor.load_weights.remote(pack(payload)))
+    send(payload, RolloutLink(actor, PATIENCE_S), 2**20)
     return actor
 
 
