@@ -70,7 +70,8 @@ class InProcessTransfer(WeightTransferEngine):
 
     def receive_weights(self, update_info: InProcessUpdate) -> None:
         for name, tensor in update_info.tensors.items():
-            if tensor.dtype == torch.bfloat16 and tensor.ndim == 2:
+            # Only a CPU build packs matrices and drops them; everywhere else the read-back sees them as they are.
+            if tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16 and tensor.ndim == 2:
                 self.received[name] = Received(fingerprint(tensor), fingerprint(plain_values(tensor)))
         self.model.load_weights(iter(update_info.tensors.items()))
         head = vllm_private.tied_head(self.model)
