@@ -24,6 +24,7 @@ from infra.device import device_facts
 from infra.journal import Entry
 from infra.mlflow_run import RunSpec, TrackedRun
 from infra.provenance import versions
+from infra.store_files import absolute_url
 from tasks.benchmark import RECIPES, compared, run_rung, verdict
 from tasks.engines.tiny_model import tiny_config
 from tasks.kernels import compiled_kernels
@@ -42,7 +43,7 @@ def run_benchmark(overrides: Sequence[str], console: RichConsole) -> Path:
     folder.mkdir(parents=True)
     model_dir = _model_folder(config, folder)
     rows: list[dict[str, Any]] = []
-    with compiled_kernels(config):
+    with compiled_kernels(config, absolute_url(config.storage.url)):
         for mode, recipe, rollout in rungs:
             console.print(f"{mode}: starting", markup=False)
             what = (mode, model_dir, recipe, rollout, config.benchmark)

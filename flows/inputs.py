@@ -62,11 +62,12 @@ def check_prompts(dataset: Dataset, codec: TextCodec, config: RunConfig) -> None
     wanted, have = config.algorithm.prompts_per_step, len(dataset.train)
     if wanted > have:
         raise DataError(f"algorithm.prompts_per_step = {wanted}: there are {have} train prompts; allowed: 1 to {have}")
-    room = codec.max_positions - config.rollout.max_new_tokens
+    limit = config.rollout.positions(codec.max_positions)
+    room = limit - config.rollout.max_new_tokens
     for example in (*dataset.train, *dataset.eval):
         count = len(codec.encode(example.prompt))
         if count > room:
             raise DataError(
-                f"prompt {example.id} ({example.prompt[:60]!r}) has {count} tokens; at most {room} are allowed: the "
-                f"model's {codec.max_positions} positions less rollout.max_new_tokens {config.rollout.max_new_tokens}"
+                f"prompt {example.id} ({example.prompt[:60]!r}) has {count} tokens; at most {room} are allowed: "
+                f"{limit} positions less rollout.max_new_tokens {config.rollout.max_new_tokens}"
             )

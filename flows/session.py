@@ -27,6 +27,7 @@ from infra.mlflow_writer import MlflowWriter
 from infra.provenance import git_commit
 from infra.ray_cluster import await_ready, cluster_has_gpus, ray_cluster, spawn
 from infra.store import CheckpointStore
+from infra.store_files import absolute_url
 from tasks.actors import RolloutActor, TrainerActor
 from tasks.calls import Engines
 from tasks.data.examples import Dataset
@@ -72,8 +73,7 @@ class Session:
 
 def storage_target(config: RunConfig) -> tuple[str, dict[str, Any]]:
     """Storage url and options that hold in every process: a local path is made absolute."""
-    url = config.storage.url
-    return (url if "://" in url else str(Path(url).resolve())), dict(config.storage.options)
+    return absolute_url(config.storage.url), dict(config.storage.options)
 
 
 def find_run(config: RunConfig) -> RunIdentity:

@@ -11,7 +11,7 @@ from flows.session import Session
 from infra.provenance import peak_memory_gb
 from tasks.bootstrap import rebuild_rollout
 from tasks.calibrate import calibrate
-from tasks.calls import wait
+from tasks.calls import stopwatch, wait
 from tasks.checkpoint import checkpoint
 from tasks.data.tokens import TextCodec
 from tasks.engines.step_inputs import correction_of
@@ -53,7 +53,9 @@ class Stepper:
         sampled = self._sampler.sample(step)
         if isinstance(config.rollout, VllmRollout) and config.rollout.sleep_level:
             # Until the next sync the device's memory is the trainer's.
-            wait("sleep", s.engines.rollout.sleep.remote(), config.cluster.sync_timeout_s)
+            with stopwatch() as slept:
+                wait("sleep", s.engines.rollout.sleep.remote(), config.cluster.sync_timeout_s)
+            sampled.metrics["time/sleep_s"] = slept.seconds
         scored = score(s.engines, sampled.batch, config.tracking.top_tokens)
         s.top_tokens.add(step, scored["offenders"], self._codec)
         trained = train(s.engines, sampled.batch, scored["logprobs"], sampled.advantages)
@@ -115,7 +117,7 @@ def _merge(parts: list[dict[str, float]], train_tokens: float) -> dict[str, floa
     merged: dict[str, float] = {}
     for part in parts:
         merged |= part
-    merged["time/step_s"] = sum(merged[f"time/{phase}_s"] for phase in PHASES)
+    merged["time/step_s"] = sum(merged[f"time/{phase}_s"] for phase in PHASES) + merged.get("time/sleep_s", 0.0)
     training_s = merged["time/score_s"] + merged["time/train_s"]
     merged["throughput/train_tokens_per_s"] = train_tokens / training_s
     return merged | {"memory/peak_gb": peak}

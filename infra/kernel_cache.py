@@ -67,9 +67,8 @@ class KernelCache:
         """
         if self._files():
             return False
-        try:
-            current = json.loads(store.read(f"{self._place}/{_CURRENT}"))
-        except FileNotFoundError:
+        current = self._stored(store)
+        if not current:
             return False
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.folder.parent, prefix=".kernels-") as scratch:
@@ -105,9 +104,15 @@ class KernelCache:
         return f"{STORE_FOLDER}/{self.kind}"
 
     def _stored(self, store: StoreFiles) -> dict[str, Any]:
+        """The store's entry; empty without one, and with a warning where it cannot be read."""
         try:
-            found: dict[str, Any] = json.loads(store.read(f"{self._place}/{_CURRENT}"))
-        except (FileNotFoundError, json.JSONDecodeError):
+            found = json.loads(store.read(f"{self._place}/{_CURRENT}"))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            found = error
+        if not isinstance(found, dict):
+            log.warning("kernels of %s in the store are not used: %s is damaged", self.kind, _CURRENT)
             return {}
         return found
 

@@ -120,6 +120,11 @@ class StoreFiles:
             self.remove(f"{name}/{path}")
 
 
+def absolute_url(url: str) -> str:
+    """A storage url that means the same in every process: a plain path is made absolute."""
+    return url if "://" in url else str(Path(url).resolve())
+
+
 def _make_folder(folder: Path) -> None:
     """Create a folder and its parents, each new name durable in the folder above it."""
     if folder.is_dir():

@@ -49,10 +49,10 @@ class RolloutActor:
     def ping(self) -> str:
         return "rollout"
 
-    def build(self, config: RunConfig, recipe: Recipe, model_dir: str) -> None:
-        """Build or replace the engine; the new one is empty until a sync."""
+    def build(self, config: RunConfig, recipe: Recipe, model_dir: str, store_url: str) -> None:
+        """Build or replace the engine; the new one is empty until a sync. `store_url` as every process reads it."""
         self._built = self._arrivals = None
-        with compiled_kernels(config):
+        with compiled_kernels(config, store_url):
             self._built = build_rollout(config, recipe, Path(model_dir))
         self._arrivals = Arrivals(self._built)
 

@@ -12,6 +12,7 @@ import torch
 from prefect import task
 
 from conf.schema import Recipe, RunConfig
+from infra.store_files import absolute_url
 from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
 from tasks.data.examples import Dataset, Example
 from tasks.data.tokens import TextCodec
@@ -79,9 +80,13 @@ def _read_progress(path: Path) -> dict[str, Any] | None:
 def build_engines(engines: Engines, config: RunConfig, rollout_recipe: Recipe, model_dir: str) -> None:
     """Build both engines at the same time; each is empty or at its starting weights."""
     trainer = engines.trainer.build.remote(config, model_dir)
-    rollout = engines.rollout.build.remote(config, rollout_recipe, model_dir)
+    rollout = _built(engines, config, rollout_recipe, model_dir)
     wait("build (trainer)", trainer)
     wait("build (rollout)", rollout)
+
+
+def _built(engines: Engines, config: RunConfig, recipe: Recipe, model_dir: str) -> Any:
+    return engines.rollout.build.remote(config, recipe, model_dir, absolute_url(config.storage.url))
 
 
 def rebuild_rollout(engines: Engines, config: RunConfig, recipe: Recipe, model_dir: str, what: str = "rollout") -> None:
@@ -91,7 +96,7 @@ def rebuild_rollout(engines: Engines, config: RunConfig, recipe: Recipe, model_d
     """
     if config.rollout.engine == "vllm":
         engines.replace_rollout()
-    wait(f"build ({what})", engines.rollout.build.remote(config, recipe, model_dir))
+    wait(f"build ({what})", _built(engines, config, recipe, model_dir))
 
 
 def prompt_rows(examples: tuple[Example, ...], codec: TextCodec) -> TokenRows:

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from prefect.cache_policies import NO_CACHE
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from tasks.engines.protocols import EngineError
 
@@ -72,3 +72,6 @@ def wait(phase: str, ref: Any, timeout_s: float | None = None) -> Any:
         raise PhaseError(f"{phase}: {type(cause).__name__}: {cause}") from error
     except RayActorError as error:
         raise PhaseError(f"{phase}: the engine's process died: {error}") from error
+    except RayError as error:
+        # A lost object, a full store, a worker that ran out of memory.
+        raise PhaseError(f"{phase}: {type(error).__name__}: {error}") from error

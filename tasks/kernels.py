@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from infra.kernel_cache import KernelCache, machine_kind
 from infra.provenance import versions
 from infra.store_files import StoreFiles
 
+log = logging.getLogger(__name__)
+
 
 def kernel_cache(config: RunConfig) -> KernelCache | None:
     """The folder of `cluster.kernel_cache` on this machine; None leaves every library its own."""
@@ -23,20 +26,24 @@ def kernel_cache(config: RunConfig) -> KernelCache | None:
 
 
 @contextmanager
-def compiled_kernels(config: RunConfig) -> Iterator[None]:
+def compiled_kernels(config: RunConfig, url: str) -> Iterator[None]:
     """Around what compiles: kernels come from the store and, where new ones were made, go back to it.
 
-    Sets the variables of the compilers' caches in this process and those it starts.
+    `url`: the store's, as the driver resolved it. Sets the variables of the compilers' caches, for this process and
+    those it starts.
     """
     cache = kernel_cache(config)
     if cache is None:
         yield
         return
     os.environ.update(cache.environment())
-    url = config.storage.url if "://" in config.storage.url else str(Path(config.storage.url).resolve())
     kept = StoreFiles(url, config.storage.options) if config.storage.keep_kernels else None
     if kept is not None:
         cache.fetch(kept)
     yield
     if kept is not None:
-        cache.keep(kept)
+        try:
+            cache.keep(kept)
+        except (OSError, ValueError) as error:
+            # The engine runs; only the next machine has to compile again.
+            log.warning("compiled kernels could not be kept in the store: %s", error)

@@ -12,7 +12,7 @@ import torch
 from prefect import task
 from torch import Tensor
 
-from conf.schema import KvPrecision, KvPreflight, Problem, Recipe, RunConfig, VllmRollout
+from conf.schema import KvPrecision, KvPreflight, Problem, Recipe, RunConfig
 from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
 from tasks.data.examples import Dataset
 from tasks.data.tokens import TextCodec
@@ -75,17 +75,11 @@ def preflight_reference(
         _, batch_ref = generate("pre-flight (generate)", engines, request)
         batch: RolloutBatch = wait("pre-flight (generate)", batch_ref)
         # A sequence that fills the model's positions is scored without its last token: see `logprobs` of vLLM.
-        rows = TokenRows(batch.tokens, batch.lengths.clamp(max=_positions(config, codec) - 1))
+        rows = TokenRows(batch.tokens, batch.lengths.clamp(max=config.rollout.positions(codec.max_positions) - 1))
         # Not the log-probabilities of sampling, which are of another temperature and, on a GPU, of another kernel.
         ref = engines.rollout.logprobs.remote(version, rows, batch.prompt_lengths)
         logprobs = wait("pre-flight (score, BF16 cache)", ref)
     return Reference(rows, batch.prompt_lengths, logprobs, watch.seconds)
-
-
-def _positions(config: RunConfig, codec: TextCodec) -> int:
-    """Longest sequence of the rollout engine (tokens)."""
-    longest = config.rollout.max_model_len if isinstance(config.rollout, VllmRollout) else None
-    return min(codec.max_positions, longest or codec.max_positions)
 
 
 @task(name="preflight-compare", **TASK_OPTIONS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from tasks.engines.protocols import SyncError, SyncHeader
 from tasks.engines.transport import Chunk
@@ -44,3 +44,5 @@ class RolloutLink:
         except GetTimeoutError as error:
             limit = f"cluster.sync_timeout_s = {self._timeout_s:g}"
             raise SyncError(f"{stage}: the rollout engine did not answer within {limit}") from error
+        except RayError as error:
+            raise SyncError(f"{stage}: {type(error).__name__}: {error}") from error

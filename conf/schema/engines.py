@@ -83,6 +83,10 @@ class _Sampling(Section):
             raise Refusal(Problem("top_k", value, _DISTRIBUTION, "null"))
         return value
 
+    def positions(self, model: int) -> int:
+        """Longest sequence of prompt and answer (tokens) under a model of `model` positions."""
+        return model
+
 
 class TorchRollout(_Sampling):
     """The PyTorch engine."""
@@ -109,6 +113,20 @@ _OWNED: Final[Mapping[str, str]] = {
     "worker_extension_cls": "the read-back after each sync",
     "additional_config": "the recipe",
     "enable_sleep_mode": "rollout.sleep_level",
+    "attention_config": "rollout.attention_backend",
+    "quantization_config": "the recipe",
+    "spec_method": "draft tokens have no seed of their own",
+    "spec_model": "draft tokens have no seed of their own",
+    "spec_tokens": "draft tokens have no seed of their own",
+    "hf_token": "a credential, which would be stored with the run's parameters; no model is fetched",
+    "kv_transfer_config": "a cache outside the engine would keep entries of older weights",
+    "kv_offloading_size": "a cache outside the engine would keep entries of older weights",
+    "kv_offloading_backend": "a cache outside the engine would keep entries of older weights",
+    "pipeline_parallel_size": "the engine runs in the one process that receives the weights",
+    "data_parallel_size": "the engine runs in the one process that receives the weights",
+    "distributed_executor_backend": "the engine runs in the one process that receives the weights",
+    "worker_cls": "the read-back after each sync",
+    "enable_lora": "scale-sync brings whole weights",
 }
 """Engine arguments that are no user's choice, with what decides them."""
 
@@ -170,8 +188,10 @@ class VllmRollout(_Sampling):
     enforce_eager: bool | None = None
     """Whether to run without CUDA graphs and compilation; null: only on CPU."""
 
-    cudagraph_capture_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], ListAsTuple] | None = None
-    """Batch sizes for which CUDA graphs are captured (sequences, each >= 1); null lets vLLM choose."""
+    cudagraph_capture_sizes: (
+        Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1), ListAsTuple] | None
+    ) = None
+    """Batch sizes for which CUDA graphs are captured (one or more, sequences, each >= 1); null lets vLLM choose."""
 
     sleep_level: Literal[0, 1, 2] = 0
     """What the device's memory is after sampling, until the next sync: 0 kept, 1 given back with the weights in host
@@ -179,6 +199,9 @@ class VllmRollout(_Sampling):
 
     engine_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Further arguments of vLLM's engine, by vLLM's names. They win over this engine's own, never over the recipe."""
+
+    def positions(self, model: int) -> int:
+        return min(model, self.max_model_len or model)
 
     @field_validator("kv_cache_memory_bytes")
     @classmethod

@@ -40,6 +40,14 @@ class Cluster(Section):
     rollout_gpus: float | None = Field(default=None, ge=0.0)
     """GPUs that Ray reserves for the rollout engine (>= 0; a fraction shares one); null: 1 for vLLM, if any."""
 
+    @field_validator("rollout_gpus")
+    @classmethod
+    def _gpus_ray_can_reserve(cls, value: float | None) -> float | None:
+        if value is not None and not (value == int(value) or 0.0001 <= value < 1):
+            allowed = "a whole number, a share from 0.0001 to below 1, or null"
+            raise Refusal(Problem("rollout_gpus", value, "not an amount of GPUs that Ray reserves", allowed))
+        return value
+
     kernel_cache: str | None = Field(default=None, pattern=r"^[/~]")
     """Folder on each node (from / or ~) for kernels that vLLM compiles; null leaves each library its own."""
 

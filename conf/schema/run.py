@@ -15,7 +15,7 @@ from conf.schema.engines import Rollout, Trainer, VllmRollout
 from conf.schema.environment import Cluster, Storage, Tracking
 from conf.schema.model import Model
 from conf.schema.recipe import Recipe
-from conf.schema.vllm import vllm_problems
+from conf.schema.vllm import stale_scale_problems, vllm_problems
 
 RESUME_WORDS: Final = ("never", "auto")
 _NAME_PATTERN: Final = r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$"
@@ -144,16 +144,13 @@ class RunConfig(Section):
             wrong, allowed = f"exceeds rollout.max_new_tokens {limit}", f"an integer from 1 to {limit}, or null"
             raise Refusal(Problem("algorithm.overlong.buffer", buffer, wrong, allowed))
         if isinstance(model, Model) and model.architecture is not None:
-            context = model.architecture.max_position_embeddings
+            own = model.architecture.max_position_embeddings
+            context = value.positions(own)
             if value.max_new_tokens >= context:
-                raise Refusal(
-                    Problem(
-                        "rollout.max_new_tokens",
-                        value.max_new_tokens,
-                        f"leaves a prompt no room in model.architecture.max_position_embeddings {context}",
-                        f"an integer from 1 to {context - 1}",
-                    )
-                )
+                what = "model.architecture.max_position_embeddings" if context == own else "rollout.max_model_len"
+                wrong = f"leaves a prompt no room in {what} {context}"
+                allowed = f"an integer from 1 to {context - 1}"
+                raise Refusal(Problem("rollout.max_new_tokens", value.max_new_tokens, wrong, allowed))
         return value
 
     @field_validator("rollout")
@@ -161,7 +158,7 @@ class RunConfig(Section):
     def _engine_runs_the_recipe(cls, value: Rollout, info: ValidationInfo) -> Rollout:
         recipe = info.data.get("recipe")
         if isinstance(value, VllmRollout) and isinstance(recipe, Recipe):
-            problems = vllm_problems(value, recipe)
+            problems = (*vllm_problems(value, recipe), *stale_scale_problems(value, recipe))
             if problems:
                 raise Refusal(*problems)
         return value

@@ -9,6 +9,9 @@ from conf.schema.base import Problem
 from conf.schema.engines import VllmRollout
 from conf.schema.recipe import Recipe
 
+STALE_SCALES: Final = frozenset({"FLASHINFER"})
+"""Backends that take K/V scales as numbers of the host, once."""
+
 KV_NAMES: Final[Mapping[str, tuple[str, ...]]] = {"bf16": ("auto", "bfloat16"), "e4m3": ("fp8", "fp8_e4m3")}
 """vLLM's names of a cache type; the first is the one that we use."""
 
@@ -16,6 +19,14 @@ KV_NAMES: Final[Mapping[str, tuple[str, ...]]] = {"bf16": ("auto", "bfloat16"), 
 def vllm_problems(rollout: VllmRollout, recipe: Recipe) -> tuple[Problem, ...]:
     """What vLLM cannot run of `recipe`, and engine arguments that contradict it."""
     return (*_linear_problems(recipe), *_scale_problems(recipe), *_argument_problems(rollout, recipe))
+
+
+def stale_scale_problems(rollout: VllmRollout, recipe: Recipe) -> tuple[Problem, ...]:
+    """An attention backend that does not follow the scales of a sync; a benchmark never syncs and may measure it."""
+    if not recipe.kv.quantized or (rollout.attention_backend or "").upper() not in STALE_SCALES:
+        return ()
+    wrong = "keeps the K/V scales of its start, so that those of a sync never reach decode steps"
+    return (Problem("rollout.attention_backend", rollout.attention_backend, wrong, "FLASH_ATTN, TRITON_ATTN or null"),)
 
 
 def _linear_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -9,12 +9,18 @@ from tasks.engines.protocols import EngineError, RolloutEngine, TrainerEngine
 
 
 def rollout_settings(config: RunConfig, recipe: Recipe) -> Rollout:
-    """The run's settings for an engine of `recipe`, without an argument that repeats the run's own cache type."""
+    """The run's settings for an engine of `recipe`, which may keep another KV cache than the run's.
+
+    Without an argument that repeats the run's own cache type; and as many tokens fit a cache of fixed size.
+    """
     settings = config.rollout
-    if isinstance(settings, VllmRollout) and recipe.kv != config.recipe.kv:
-        others = {name: value for name, value in settings.engine_args.items() if name != "kv_cache_dtype"}
-        return settings.model_copy(update={"engine_args": others})
-    return settings
+    if not isinstance(settings, VllmRollout) or recipe.kv == config.recipe.kv:
+        return settings
+    others = {name: value for name, value in settings.engine_args.items() if name != "kv_cache_dtype"}
+    budget = settings.kv_cache_memory_bytes
+    if budget is not None and config.recipe.kv.quantized and not recipe.kv.quantized:
+        budget *= 2
+    return settings.model_copy(update={"engine_args": others, "kv_cache_memory_bytes": budget})
 
 
 def build_rollout(config: RunConfig, recipe: Recipe, model_dir: Path) -> RolloutEngine:

@@ -49,8 +49,9 @@ class StepwiseSync(ABC):
 
     def begin_sync(self, header: SyncHeader) -> None:
         """See `tasks.engines.protocols.RolloutEngine`. One that was never finished is given up."""
-        abandoned, self._header, self._version = self._header, None, None
+        self._version = None
         self._check(header)
+        abandoned, self._header = self._header, None
         with self._all_or_nothing(header):
             if abandoned is not None:
                 self._recover()

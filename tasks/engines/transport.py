@@ -130,16 +130,20 @@ class _CudaBuffers:
     name = "cuda_ipc"
 
     def __init__(self, limit: int, device: torch.device) -> None:
-        self._buffers = [torch.empty(limit, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
-        self._handles = [reduce_tensor(buffer)[1] for buffer in self._buffers]
+        self._limit, self._device = limit, device
+        # Made when first filled: one that is shared and never opened by the far end is never freed.
+        self._buffers: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
 
     def fill(self, number: int, pieces: tuple[Piece, ...], tensors: Mapping[str, Tensor]) -> Chunk:
-        buffer = self._buffers[number]
+        if number not in self._buffers:
+            made = torch.empty(self._limit, dtype=torch.uint8, device=self._device)
+            self._buffers[number] = (made, reduce_tensor(made)[1])
+        buffer, handle = self._buffers[number]
         for p in pieces:
             buffer[p.offset : p.offset + p.size].copy_(_flat(tensors[p.name])[p.start : p.start + p.size])
         # The other process does not wait for this one's stream.
         torch.cuda.current_stream(buffer.device).synchronize()
-        return Chunk(pieces, CudaBuffer(number, self._handles[number]))
+        return Chunk(pieces, CudaBuffer(number, handle))
 
 
 def send(payload: SyncPayload, receiver: Receiver, limit: int) -> Sent:

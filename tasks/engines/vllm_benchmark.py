@@ -41,19 +41,19 @@ class Rung(Section):
     result: str
 
 
-def _prompts(point: Point, vocabulary: int, repeat: int) -> list[dict[str, list[int]]]:
-    """Random token ids, others in each repeat, so that no prefix is ever cached."""
-    generator = torch.Generator().manual_seed(repeat)
+def _prompts(point: Point, vocabulary: int, number: int) -> list[dict[str, list[int]]]:
+    """Random token ids, others for each `number`, so that no prefix is ever cached."""
+    generator = torch.Generator().manual_seed(number)
     shape = (point.concurrency, point.prompt_tokens)
     return [{"prompt_token_ids": row} for row in torch.randint(3, vocabulary, shape, generator=generator).tolist()]
 
 
-def _sampling(tokens: int, repeat: int) -> Any:
+def _sampling(tokens: int, number: int) -> Any:
     from vllm import SamplingParams
 
     # As a rollout samples: temperature 1, and the log-probability of every sampled token.
     return SamplingParams(
-        temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=repeat
+        temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=number
     )
 
 
@@ -78,6 +78,8 @@ class _Engine:
         del arguments["weight_transfer_config"]
         self._llm = LLM(**arguments | {"disable_log_stats": False})
         self.start_s = time.perf_counter() - start
+        # Counts alike in every rung, so that all get the same prompts.
+        self._calls = 0
         self.vocabulary = int(self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
 
     def randomize(self) -> None:
@@ -94,9 +96,10 @@ class _Engine:
 
         return {"kv_capacity_tokens": cache_tokens(self._llm), "start_s": round(self.start_s, 2)}
 
-    def seconds(self, point: Point, tokens: int, repeat: int) -> float:
-        """Wall time until all requests of the point have their `tokens`."""
-        prompts, sampling = _prompts(point, self.vocabulary, repeat), _sampling(tokens, repeat)
+    def seconds(self, point: Point, tokens: int) -> float:
+        """Wall time until all requests of the point have their `tokens`; each call has prompts of its own."""
+        self._calls += 1
+        prompts, sampling = _prompts(point, self.vocabulary, self._calls), _sampling(tokens, self._calls)
         start = time.perf_counter()
         outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
         elapsed = time.perf_counter() - start
@@ -115,7 +118,7 @@ def _settings(rung: Rung) -> VllmRollout:
         *(c + benchmark.slope_tokens for c in benchmark.slope_contexts),
         2,
     )
-    most = max(p.concurrency for p in points)
+    most = max(*(p.concurrency for p in points), benchmark.slope_concurrency if benchmark.slope_contexts else 1)
     update = {"max_model_len": rung.rollout.max_model_len or longest + 1, "batch_size": most}
     return rung.rollout.model_copy(update=update)
 
@@ -125,7 +128,7 @@ def measure(rung: Rung) -> list[dict[str, Any]]:
     engine, benchmark = _Engine(rung), rung.benchmark
     engine.randomize()
     # Kernels that compile at first use must not fall into a measurement.
-    engine.seconds(benchmark.headline, min(16, benchmark.response_tokens), repeat=10_000)
+    engine.seconds(benchmark.headline, min(16, benchmark.response_tokens))
     if rung.only_start:
         return [engine.facts()]
     rows = [_row(engine, rung, benchmark.headline, benchmark.repeats, headline=True)]
@@ -136,7 +139,7 @@ def measure(rung: Rung) -> list[dict[str, Any]]:
 
 def _row(engine: _Engine, rung: Rung, point: Point, repeats: int, headline: bool) -> dict[str, Any]:
     before = engine.preemptions()
-    times = [engine.seconds(point, point.response_tokens, repeat) for repeat in range(repeats)]
+    times = [engine.seconds(point, point.response_tokens) for _ in range(repeats)]
     tokens = point.concurrency * point.response_tokens
     return engine.facts() | {
         "mode": rung.mode,
@@ -155,9 +158,9 @@ def _slope(engine: _Engine, rung: Rung, context: int) -> dict[str, Any]:
     point = Point(prompt_tokens=context, response_tokens=more, concurrency=concurrency)
     before = engine.preemptions()
     # What compiles for these shapes compiles here, outside of both times.
-    engine.seconds(point, 2, repeat=0)
-    prefill = engine.seconds(point, 1, repeat=1)
-    whole = engine.seconds(point, more, repeat=2)
+    engine.seconds(point, 2)
+    prefill = engine.seconds(point, 1)
+    whole = engine.seconds(point, more)
     return engine.facts() | {
         "mode": rung.mode,
         "headline": False,

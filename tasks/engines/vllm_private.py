@@ -28,6 +28,13 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from tasks.engines.protocols import EngineError
 
+LIVE_SCALES = ("FlashAttentionImpl", "TritonAttentionImpl", "RoundingImpl")
+"""Attention of a quantised KV cache that reads its scales on the device at every step.
+
+FlashInfer's keeps host numbers of its first forward pass, and captured graphs those of the capture, when all are 1: the
+scales of a sync never reach its decode steps.
+"""
+
 SUPPORTED = ("0.26", "0.27")
 """Release series of vLLM against which this module was checked."""
 

@@ -52,6 +52,8 @@ from tasks.numerics.kv_scales import Scales
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises smaller ones to this, so that samples would be of another distribution than asked for."""
 
+_LARGEST_SEED = 2**63 - 1
+
 for _noisy in (
     "vllm.renderers",
     "vllm.v1.worker.cpu_worker",
@@ -167,6 +169,8 @@ class VllmRolloutEngine(StepwiseSync):
         if llm.llm_engine.has_unfinished_requests():
             raise EngineError("requests are in flight")
         if self._slept is not None:
+            # What it held is overwritten from here on: nothing to come back to.
+            self._slept = replace(self._slept, version=None)
             llm.wake_up(tags=["weights"])
         llm.start_weight_update()
 
@@ -329,6 +333,9 @@ class VllmRolloutEngine(StepwiseSync):
     def _problems(self, read: ReadBack) -> Iterator[str]:
         yield from read.problems
         # A BF16 cache has no scales; vLLM keeps numbers in their place that nothing reads.
+        kinds = {a.backend for a in read.attentions} if self._recipe.kv.quantized else set()
+        for backend in sorted(kinds - set(vllm_private.LIVE_SCALES)):
+            yield f"attention backend {backend}: it is not known to read the K/V scales of the last sync at every step"
         for attention in read.attentions if self._recipe.kv.quantized else ():
             for part, value in attention.device.items():
                 if any(mirror != value for mirror in attention.mirrors[part]):
@@ -347,8 +354,8 @@ def _scale_tensors(scales: Scales) -> dict[str, Tensor]:
 def _sampling(request: GenerateRequest, seed: int) -> SamplingParams:
     return SamplingParams(
         temperature=0.0 if request.greedy else request.temperature,
-        # vLLM reads -1 as "no seed"; the protocol's seeds are not negative.
-        seed=None if request.greedy else seed,
+        # vLLM keeps seeds in signed 64-bit integers, in which -1 means "no seed"; those of the protocol are unsigned.
+        seed=None if request.greedy else seed & _LARGEST_SEED,
         max_tokens=request.max_new_tokens,
         # The model's own end tokens are not those of the request.
         ignore_eos=True,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -83,6 +84,11 @@ class InProcess:
     def receive(self, chunk: Chunk) -> Callable[[], None]:
         self._arrivals.receive(chunk)
         return lambda: None
+
+
+def _attention(engine: VllmRolloutEngine) -> Any:
+    (found,) = engine._live.apply_model(lambda model: model.get_submodule(f"{LAYER}.self_attn.attn"))
+    return found
 
 
 def _audit(bench: Workbench, engine: VllmRolloutEngine, recipe: str) -> None:
@@ -290,6 +296,26 @@ def test_an_eager_engine_compiles_nothing(bench: Workbench) -> None:
 def test_a_temperature_that_vllm_would_raise_is_refused(bench: Workbench) -> None:
     with pytest.raises(EngineError, match=r"temperature 0\.005: vLLM samples at 0\.01 and above"):
         _engine(bench, "bf16").generate(bench.request(temperature=0.005))
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**63, 2**64 - 1])
+def test_a_seed_fits_the_integers_in_which_vllm_keeps_it_on_a_gpu(bench: Workbench, seed: int) -> None:
+    """`SamplingStates` of vLLM's newer model runner: signed, and -1 is "no seed"."""
+    kept = np.zeros(1, dtype=np.int64)
+    kept[0] = _sampling(bench.request(), seed).seed
+    assert kept[0] >= 0
+
+
+def test_an_attention_backend_that_may_keep_old_scales_is_reported(bench: Workbench) -> None:
+    engine = _engine(bench, RECIPE)
+    _audit(bench, engine, RECIPE)
+
+    class FlashInferImpl(type(_attention(engine).impl)):  # type: ignore[misc]
+        """Another name is all that is needed."""
+
+    _attention(engine).impl.__class__ = FlashInferImpl
+    with pytest.raises(AuditError, match="attention backend FlashInferImpl: it is not known to read"):
+        _audit(bench, engine, RECIPE)
 
 
 def test_the_largest_seed_is_a_seed(bench: Workbench) -> None:

@@ -110,7 +110,7 @@ def _spawn(config: RunConfig, name: str) -> ActorHandle:
     actor = spawn(_Scripted, name, 1, CLUSTER)
     await_ready({name: actor}, CLUSTER)
     payload = build_trainer(config, model).export_weights(config.recipe)
-    ray.get(actor.build.remote(config, config.recipe, str(model)))
+    ray.get(actor.build.remote(config, config.recipe, str(model), str(model)))
     send(payload, RolloutLink(actor, PATIENCE_S), 2**20)
     return actor
 

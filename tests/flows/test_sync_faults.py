@@ -65,7 +65,7 @@ def _actors(cluster: Cluster, model_dir: Path, rollout_class: type, name: str) -
     engines = Engines(spawn(rollout_class, f"r-{name}", 1, cluster), spawn(Pid, f"t-{name}", 1, cluster))
     await_ready({"rollout": engines.rollout, "trainer": engines.trainer}, cluster)
     ray.get(engines.trainer.build.remote(CONFIG, str(model_dir)))
-    ray.get(engines.rollout.build.remote(CONFIG, CONFIG.recipe, str(model_dir)))
+    ray.get(engines.rollout.build.remote(CONFIG, CONFIG.recipe, str(model_dir), str(model_dir)))
     return engines
 
 
@@ -108,7 +108,7 @@ def test_a_rollout_engine_killed_in_a_sync_ends_the_phase_and_a_new_one_takes_ov
     killer.join()
     # The trainer is none the worse for it.
     engines.rollout = spawn(RolloutActor, "r-new", 1, cluster)
-    ray.get(engines.rollout.build.remote(CONFIG, CONFIG.recipe, str(model_dir)))
+    ray.get(engines.rollout.build.remote(CONFIG, CONFIG.recipe, str(model_dir), str(model_dir)))
     assert _sync(engines, cluster)["version"] == 0
     _end(engines.rollout, engines.trainer)
 

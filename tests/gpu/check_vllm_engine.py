@@ -34,6 +34,7 @@ from tasks.engines.protocols import EngineError, GenerateRequest, Prompt, SyncPa
 from tasks.engines.torch_trainer import TorchTrainerEngine, TrainerSpec
 from tasks.engines.vllm_rollout import VllmRolloutEngine
 from tasks.engines.warm_start import Demonstration, WarmStartSpec, cached_warm_start
+from tasks.numerics.logprobs import sample_seed
 
 CONF = Path(__file__).parents[2] / "conf"
 SHAPE = TinyArchitecture(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_key_value_heads=2)
@@ -63,7 +64,7 @@ def _rollout() -> VllmRollout:
     if on_gpu:
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         settings |= {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
-        settings |= {"engine_args": {"compilation_config": graphs, "distributed_executor_backend": "uni"}}
+        settings |= {"engine_args": {"compilation_config": graphs}}
     return VllmRollout.model_validate(settings)
 
 
@@ -181,7 +182,10 @@ def _one(name: str, folder: Path) -> list[dict[str, Any]]:
     found = Findings()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     texts = [f"{a} + {b} =" for a in range(11, 90, 13) for b in range(12, 90, 7)]
-    prompts = tuple(Prompt(f"p{i}", tuple(tokenizer.encode(t)), (2 * i, 2 * i + 1)) for i, t in enumerate(texts))
+    prompts = tuple(
+        Prompt(f"p{i}", tuple(tokenizer.encode(t)), (sample_seed(0, 1, f"p{i}", 0), 2**64 - 1))
+        for i, t in enumerate(texts)
+    )
     try:
         check(name, folder, prompts, int(tokenizer.eos_token_id), found)
     except EngineError as error:

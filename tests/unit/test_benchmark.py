@@ -12,11 +12,13 @@ from rich.console import Console
 import tasks.benchmark
 from conf.compose import ConfigError, compose
 from conf.schema import RunConfig, VllmRollout
+from conf.schema.benchmark import Point
 from flows.benchmark import run_benchmark
 from flows.doctor import judge
 from infra.device import DeviceFacts
 from tasks.benchmark import RECIPES, compared, run_rung, verdict
 from tasks.engines.protocols import EngineError
+from tasks.engines.vllm_benchmark import Rung, _prompts, _settings
 
 
 def row(mode: str, rates: list[float], **changes: Any) -> dict[str, Any]:
@@ -157,3 +159,34 @@ def test_without_vllm_the_doctor_names_the_extra(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("flows.doctor.installed", lambda module: False)
     (problem,) = judge(_vllm("recipe=bf16"), _facts((9, 0))).problems
     assert "engines-cpu" in problem
+
+
+def _rung(*overrides: str) -> Rung:
+    config = compose(["rollout=vllm", *overrides])
+    return Rung(
+        mode="bf16",
+        model_dir="",
+        recipe=config.recipe,
+        rollout=config.rollout,
+        benchmark=config.benchmark,
+        only_start=False,
+        result="",
+    )
+
+
+def test_an_engine_has_room_for_every_load_at_once() -> None:
+    load = ["benchmark.prompt_tokens=10", "benchmark.response_tokens=20", "benchmark.concurrency=4"]
+    settings = _settings(_rung(*load))
+    assert (settings.batch_size, settings.max_model_len) == (4, 31)
+    slopes = ["benchmark.slope_contexts=[40,90]", "benchmark.slope_tokens=5", "benchmark.slope_concurrency=8"]
+    settings = _settings(_rung(*load, *slopes))
+    assert (settings.batch_size, settings.max_model_len) == (8, 96)
+
+
+def test_no_measurement_sees_the_prompts_of_another() -> None:
+    short, long = (Point(prompt_tokens=n, response_tokens=1, concurrency=4) for n in (32, 64))
+    made = [
+        tuple(p["prompt_token_ids"][:32]) for n in (1, 2) for load in (short, long) for p in _prompts(load, 9999, n)
+    ]
+    first, second = made[:8], made[8:]
+    assert not set(first) & set(second)

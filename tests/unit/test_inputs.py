@@ -53,6 +53,14 @@ def test_a_prompt_that_leaves_no_room_to_answer(model_dir: Path) -> None:
         check_prompts(_dataset("2", fits + "1"), codec, config)
 
 
+def test_an_engine_with_a_limit_of_its_own_leaves_less_room(model_dir: Path) -> None:
+    config = compose([*OVERRIDES, "algorithm.prompts_per_step=2", "rollout=vllm", "rollout.max_model_len=20"])
+    codec = TextCodec(model_dir)
+    check_prompts(_dataset("2", "1" * 12), codec, config)
+    with pytest.raises(DataError, match=r"has 13 tokens; at most 12 are allowed: 20 positions less .* 8"):
+        check_prompts(_dataset("2", "1" * 13), codec, config)
+
+
 def test_a_file_in_the_place_of_runs_dir(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     with pytest.raises(ConfigError, match=r"runs: is a file; allowed: a folder"):

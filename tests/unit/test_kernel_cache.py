@@ -107,6 +107,16 @@ def test_a_damaged_copy_is_left_out_and_can_be_replaced(
     assert other.fetch(store)
 
 
+@pytest.mark.parametrize("entry", ["{", "[]", "null", '{"file": "x"}', '{"sha256": "0"}'])
+def test_a_damaged_entry_costs_the_kernels_and_nothing_else(tmp_path: Path, store: StoreFiles, entry: str) -> None:
+    first, other = _filled(tmp_path / "first"), KernelCache(tmp_path / "other", KIND)
+    first.keep(store)
+    (Path(store.full(f"{STORE_FOLDER}/{KIND}")) / "current.json").write_text(entry)
+    assert not other.fetch(store)
+    assert first.keep(store)
+    assert other.fetch(store)
+
+
 def test_kernels_are_no_run_of_the_store(tmp_path: Path, store: StoreFiles) -> None:
     _filled(tmp_path / "first").keep(store)
     assert CheckpointStore(str(tmp_path / "store"), {}).runs() == ()

@@ -220,6 +220,15 @@ def test_a_header_that_does_not_fit_changes_nothing_but_the_version() -> None:
     assert shelf._version is None and shelf.course == ["start", "finish"] and list(shelf.tensors) == list(TENSORS)
 
 
+def test_a_refused_header_does_not_hide_a_sync_that_was_given_up() -> None:
+    shelf, arrivals, chunks = _begun()
+    arrivals.receive(chunks["a"])
+    with pytest.raises(SyncError, match="no such version"):
+        arrivals.begin(replace(PAYLOAD, version=-1).header)
+    send(replace(PAYLOAD, version=2), Pickled(arrivals), 4096)
+    assert shelf.course == ["start", "recover", "start", "finish"] and shelf._version == 2
+
+
 def test_nothing_is_received_before_it_was_announced() -> None:
     arrivals = Arrivals(Shelf())
     chunk = Chunk((Piece("a", 0, 0, 0),), torch.empty(0, dtype=torch.uint8).numpy())

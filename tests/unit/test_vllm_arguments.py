@@ -63,7 +63,10 @@ def test_a_cache_type_of_the_run_does_not_hold_for_an_engine_of_another_recipe()
     assert rollout_settings(config, config.recipe) is config.rollout
     other = rollout_settings(config, bf16_cache(config.recipe))
     assert isinstance(other, VllmRollout) and other.engine_args == {"block_size": 32}
-    assert other.model_copy(update={"engine_args": config.rollout.engine_args}) == config.rollout  # type: ignore[union-attr]
+    # As many tokens fit, at twice the bytes.
+    assert other.kv_cache_memory_bytes == 2 * config.rollout.kv_cache_memory_bytes  # type: ignore[union-attr]
+    same = {"engine_args": config.rollout.engine_args, "kv_cache_memory_bytes": 268435456}  # type: ignore[union-attr]
+    assert other.model_copy(update=same) == config.rollout
 
 
 def test_an_fp8_cache_beside_bf16_linears_still_gets_a_place_for_its_scales() -> None:
@@ -218,3 +221,36 @@ def test_an_empty_plan_is_none_of_its_business() -> None:
     assert engine_arguments(model, config.recipe, config.rollout, "backend", True)["weight_transfer_config"] == {
         "backend": "backend"
     }
+
+
+@pytest.mark.parametrize("name", ["attention_config", "spec_method", "hf_token", "kv_transfer_config", "enable_lora"])
+def test_arguments_that_would_undo_what_the_engine_promises_are_refused(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.engine_args\.{name} = .*: is not free: .*; allowed: leaving it out"
+    ):
+        compose(["rollout=vllm", f"rollout.engine_args={{{name}: x}}"])
+
+
+def test_a_backend_that_keeps_old_scales_is_refused_with_an_fp8_cache_alone() -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout\.attention_backend = FLASHINFER: keeps the K/V scales of its start"
+    ):
+        compose(["rollout=vllm", "rollout.attention_backend=FLASHINFER", "recipe=fp8_e2e_kv"])
+    assert compose(["rollout=vllm", "rollout.attention_backend=FLASHINFER", "recipe=fp8_e2e"]).rollout.engine == "vllm"
+
+
+def test_an_answer_has_to_fit_the_engines_own_limit() -> None:
+    message = r"rollout\.max_new_tokens = 16: leaves a prompt no room in rollout\.max_model_len 16; allowed: .* 1 to 15"
+    with pytest.raises(ConfigError, match=message):
+        compose(["rollout=vllm", "rollout.max_model_len=16", "rollout.max_new_tokens=16"])
+
+
+@pytest.mark.parametrize("gpus", ["1.5", "0.00001"])
+def test_only_amounts_of_gpus_that_ray_knows_are_taken(gpus: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.rollout_gpus = .*: not an amount of GPUs that Ray reserves"):
+        compose([f"cluster.rollout_gpus={gpus}"])
+
+
+def test_kernels_cannot_be_kept_without_a_folder_for_them() -> None:
+    with pytest.raises(ConfigError, match=r"storage\.keep_kernels = true: there is no folder of kernels to keep"):
+        compose(["storage.keep_kernels=true"])
