@@ -161,7 +161,7 @@ def test_without_vllm_the_doctor_names_the_extra(monkeypatch: pytest.MonkeyPatch
     assert "engines-cpu" in problem
 
 
-def _rung(*overrides: str) -> Rung:
+def _spec(*overrides: str) -> Rung:
     config = compose(["rollout=vllm", *overrides])
     return Rung(
         mode="bf16",
@@ -176,10 +176,10 @@ def _rung(*overrides: str) -> Rung:
 
 def test_an_engine_has_room_for_every_load_at_once() -> None:
     load = ["benchmark.prompt_tokens=10", "benchmark.response_tokens=20", "benchmark.concurrency=4"]
-    settings = _settings(_rung(*load))
+    settings = _settings(_spec(*load))
     assert (settings.batch_size, settings.max_model_len) == (4, 31)
     slopes = ["benchmark.slope_contexts=[40,90]", "benchmark.slope_tokens=5", "benchmark.slope_concurrency=8"]
-    settings = _settings(_rung(*load, *slopes))
+    settings = _settings(_spec(*load, *slopes))
     assert (settings.batch_size, settings.max_model_len) == (8, 96)
 
 
