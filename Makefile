@@ -45,7 +45,7 @@ gpu-versions:
 	@if reason=$$(bash infra/find_python.sh 3.12 2>&1 >/dev/null); then \
 		$(MAKE) --no-print-directory $(GPU_VERSIONS_VENV)/.test && \
 		$(GPU_VERSIONS_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" \
-			-k "vllm and (fp8_e2e_kv or test_vllm_)"; \
+			-k "vllm and (fp8_e2e_kv or test_vllm_ or rounds_keys)"; \
 	else \
 		echo "gpu-versions: SKIPPED, $$reason: vLLM 0.26 and torch 2.11 were not tested"; \
 	fi

@@ -156,13 +156,16 @@ class RoundingImpl(CPUAttentionBackendImpl):
             layer = _UnitScales
         super().do_kv_cache_update(layer, key, value, *args, **kwargs)
 
-    def forward(self, layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, layer: Any, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if self.is_fp8_kv_cache:
+            # They are in the cache; vLLM 0.26 would store them once more here, rounded towards zero.
+            key = value = None
         if query.dtype == torch.float8_e4m3fn:
             # Codes are exact in BF16; their scale joins that of the softmax.
             query, self.scale = query.to(torch.bfloat16), self._softmax_scale * layer._q_scale_float
         else:
             self.scale = self._softmax_scale
-        return super().forward(layer, query, *args, **kwargs)
+        return super().forward(layer, query, key, value, *args, **kwargs)
 
 
 class RoundingBackend(CPUAttentionBackend):
