@@ -195,7 +195,8 @@ class RunConfig(Section):
         recipe, algorithm, model = (info.data.get(key) for key in ("recipe", "algorithm", "model"))
         if not isinstance(value, MegatronTrainer) or not isinstance(recipe, Recipe):
             return value
-        linears, problems = recipe.training_linears, ()
+        linears = recipe.training_linears
+        problems: list[Problem] = []
         if isinstance(algorithm, Algorithm):
             problems += megatron_problems(value, linears, algorithm)
         if isinstance(model, Model) and model.architecture is not None:

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from conf.compose import CONFIG_DIR, compose, flatten, resolved
 from conf.preflight import preflight
@@ -431,15 +430,10 @@ def test_a_mixture_names_what_would_run_it(capsys: pytest.CaptureFixture[str]) -
     assert "rollout=vllm with trainer=megatron" in shown
 
 
-def test_presets_say_what_the_published_config_says() -> None:
-    """Keys of config.json as published, under our names."""
-    shipped = {
-        name: yaml.safe_load((CONFIG_DIR / "model" / f"{name}.yaml").read_text(encoding="utf-8"))["architecture"]
-        for name in ("llama3_1_8b_instruct", "qwen3_30b_a3b")
-    }
-    assert shipped["llama3_1_8b_instruct"]["norm_eps"] == 1e-5
-    parameters = {
-        name: plan_run(compose([f"model={name}", "trainer=megatron", "rollout=vllm", "recipe=bf16"])).parameters
-        for name in shipped
-    }
-    assert parameters == {"llama3_1_8b_instruct": 8_030_261_248, "qwen3_30b_a3b": 30_532_122_624}
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [("llama3_1_8b_instruct", 8_030_261_248), ("qwen3_30b_a3b", 30_532_122_624), ("qwen3_8b_base", 8_190_735_360)],
+)
+def test_presets_have_as_many_parameters_as_the_published_models(model: str, parameters: int) -> None:
+    config = compose([f"model={model}", "trainer=megatron", "rollout=vllm", "recipe=bf16"])
+    assert plan_run(config).parameters == parameters
