@@ -28,11 +28,13 @@ _SIZES: Final = ("tensor_parallel_size", "pipeline_parallel_size", "context_para
 
 @dataclass(frozen=True)
 class SplitSizes:
-    """What parallel sizes must divide: attention heads, key/value heads, layers, width of an MLP (of an expert's, if
-    there are experts, as `expert_width`) and experts of a layer (0: none)."""
+    """What parallel sizes must divide: attention heads, key/value heads, layers, width of an MLP and experts of a layer
+    (0: none), each `expert_width` wide. `hidden` and `head_dim` are never split."""
 
+    hidden: int
     heads: int
     kv_heads: int
+    head_dim: int
     layers: int
     width: int
     experts: int = 0
@@ -43,8 +45,10 @@ def architecture_sizes(architecture: TinyArchitecture) -> SplitSizes:
     """Those of a model that is built from its dimensions."""
     experts = architecture.experts
     return SplitSizes(
+        architecture.hidden_size,
         architecture.num_attention_heads,
         architecture.num_key_value_heads,
+        architecture.head_dim,
         architecture.num_hidden_layers,
         architecture.intermediate_size,
         0 if experts is None else experts.count,
@@ -54,13 +58,14 @@ def architecture_sizes(architecture: TinyArchitecture) -> SplitSizes:
 
 def folder_sizes(config: Mapping[str, Any]) -> SplitSizes | None:
     """Those of a Hugging Face config.json; None where it does not say them as Qwen and Llama do."""
-    heads, layers, width = (
-        config.get(key) for key in ("num_attention_heads", "num_hidden_layers", "intermediate_size")
-    )
-    if not isinstance(heads, int) or not isinstance(layers, int) or not isinstance(width, int):
+    names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
+    found: list[Any] = [config.get(name) for name in names]
+    if not all(isinstance(size, int) and size > 0 for size in found):
         return None
+    hidden, heads, layers, width = found
+    kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
     experts, expert_width = config.get("num_experts") or 0, config.get("moe_intermediate_size") or 0
-    return SplitSizes(heads, config.get("num_key_value_heads") or heads, layers, width, experts, expert_width)
+    return SplitSizes(hidden, heads, kv_heads, head_dim, layers, width, experts, expert_width)
 
 
 def row_multiple(trainer: MegatronTrainer) -> int:
@@ -113,17 +118,26 @@ def split_problems(
     if trainer.expert_parallel_size > 1 and not sizes.experts:
         wrong = f"{source} has no experts"
         problems.append(Problem("trainer.expert_parallel_size", trainer.expert_parallel_size, wrong, "1"))
-    alignment = _ALIGNMENT.get(linears.scaling, 1) if linears.quantized else 1
-    width = sizes.expert_width if sizes.experts else sizes.width // tensor
-    if not problems and width % alignment:
-        wrong = f"leaves {width} channels of an MLP of {source} on a rank, and scaling {linears.scaling} needs whole "
-        wrong += f"multiples of {alignment}"
-        problems.append(Problem("trainer.tensor_parallel_size", tensor, wrong, "a smaller one, or another scaling"))
+    if not problems:
+        problems += _block_problems(tensor, linears, sizes, source)
     if sizes.experts and tensor > 1 and trainer.device == "cpu":
         wrong = "experts over tensor ranks need sequence parallelism, which the CPU does not have"
         problems.append(Problem("trainer.tensor_parallel_size", tensor, wrong, "1"))
     problems += _kept_problems(trainer, linears, sizes)
     return tuple(problems)
+
+
+def _block_problems(tensor: int, linears: LinearPrecision, sizes: SplitSizes, source: str) -> Iterator[Problem]:
+    """Sides of weights, on a tensor rank, that FP8 products cannot have."""
+    alignment = _ALIGNMENT.get(linears.scaling, 1) if linears.quantized else 1
+    queries, keys = sizes.heads // tensor * sizes.head_dim, max(1, sizes.kv_heads // tensor) * sizes.head_dim
+    width = sizes.expert_width if sizes.experts else sizes.width // tensor
+    sides = {"hidden": sizes.hidden, "query": queries, "query, key and value": queries + 2 * keys, "MLP": width}
+    for what, side in sides.items():
+        if side % alignment:
+            wrong = f"needs multiples of {alignment}, and each of {tensor} tensor ranks has {side} {what} channels of "
+            allowed = f"a scaling (or a trainer.tensor_parallel_size) whose multiple divides {side}"
+            yield Problem("recipe.training_linears.scaling", linears.scaling, wrong + source, allowed)
 
 
 def _kept_problems(trainer: MegatronTrainer, linears: LinearPrecision, sizes: SplitSizes) -> Iterator[Problem]:
