@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import torch
@@ -68,6 +68,10 @@ class PackedRows:
     def empty(self) -> bool:
         return self.rows.numel() == 0
 
+    def to(self, device: torch.device) -> PackedRows:
+        """The same micro-batch with all tensors on `device`."""
+        return PackedRows(*(getattr(self, field.name).to(device) for field in fields(self)))
+
     def real(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token of a row, in order: place in `tokens`, place in `rows`, column; int64 `[sum of lengths]`."""
         return _places(self.lengths, self.cu_seqlens_padded[:-1].to(torch.int64))
@@ -106,8 +110,9 @@ def rank_micro_batches(lengths: Tensor, ranks: int, rule: PackingRule) -> tuple[
 def pack(tokens: Tensor, lengths: Tensor, rows: Tensor, rule: PackingRule, pad_token: int = 0) -> PackedRows:
     """The micro-batch of `rows` (int64 `[n]`, perhaps none), in that order.
 
-    `tokens` int64 `[all rows, width]`, right-padded; `lengths` int64 `[all rows]`, from 1 to width. Raises
-    `ValueError` for rows that exceed the budget together, and for lengths that do not fit.
+    `tokens` int64 `[all rows, width]`, right-padded; `lengths` int64 `[all rows]`, from 1 to width; all on one device,
+    for which the CPU will do: see `PackedRows.to`. Raises `ValueError` for rows that exceed the budget together, and
+    for lengths that do not fit.
     """
     known = _checked(lengths, tokens.shape[1])
     slots = [rule.slot(known[row]) for row in rows.tolist()]

@@ -67,6 +67,13 @@ def test_by_hand() -> None:
     assert unpack(values, packed, 4, fill=-1.0, shift=1).tolist() == [[-1, 0, 1, -1], [-1, -1, -1, -1], [-1, 6, -1, -1]]
 
 
+def test_moving_takes_every_tensor_along() -> None:
+    tokens, lengths = _rows([3, 2])
+    packed = pack(tokens, lengths, torch.tensor([1, 0]), PackingRule(8, 8)).to(torch.device("meta"))
+    assert {getattr(packed, name).device.type for name in vars(packed)} == {"meta"}
+    assert packed.cu_seqlens.shape == (3,)
+
+
 def test_the_last_slot_takes_the_padding_of_the_total() -> None:
     packed = pack(torch.ones(2, 3, dtype=torch.int64), torch.tensor([3, 2]), torch.tensor([1, 0]), PackingRule(16, 16))
     assert packed.cu_seqlens_padded.tolist() == [0, 2, 16]
