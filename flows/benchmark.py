@@ -26,7 +26,7 @@ from infra.mlflow_run import RunSpec, TrackedRun
 from infra.provenance import versions
 from infra.store_files import absolute_url
 from tasks.benchmark import RECIPES, compared, run_rung, verdict
-from tasks.engines.tiny_model import tiny_config
+from tasks.engines.tiny_model import model_class, tiny_config
 from tasks.kernels import compiled_kernels
 
 _COLUMNS = ("mode", "load", "tokens/s", "speedup", "KV capacity", "preemptions", "start (first), s")
@@ -37,7 +37,7 @@ def run_benchmark(overrides: Sequence[str], console: RichConsole) -> Path:
     config = compose(["rollout=vllm", *overrides])
     if not isinstance(config.rollout, VllmRollout):
         raise ConfigError([f"rollout.engine = {config.rollout.engine}: is not measured; allowed: vllm"])
-    preflight(config, data=False)
+    preflight(config, data=False, trains=False)
     rungs = [(mode, *_rung(config.rollout, config.benchmark, mode)) for mode in config.benchmark.modes]
     folder = Path(config.runs_dir).resolve() / "benchmarks" / datetime.now().strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
@@ -87,7 +87,8 @@ def _model_folder(config: RunConfig, folder: Path) -> Path:
     made = folder / "shape"
     tiny_config(config.model.architecture, eos_token_id=1).save_pretrained(made)
     written = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(written | {"architectures": ["Qwen3ForCausalLM"]}, indent=1))
+    classes = {"architectures": [model_class(config.model.architecture).__name__]}
+    (made / "config.json").write_text(json.dumps(written | classes, indent=1))
     return made
 
 

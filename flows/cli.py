@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(overrides: list[str], dry_run: bool) -> int:
     config = compose(overrides)
-    plan = check_inputs(config)
+    plan = check_inputs(config, starts=not dry_run)
     if dry_run:
         print(describe(config, plan))
         return OK

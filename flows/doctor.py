@@ -13,6 +13,7 @@ from conf.overrides import groups
 from conf.schema import LinearPrecision, Recipe, RunConfig, VllmRollout
 from infra.device import DeviceFacts, cpu_flags, device_facts, installed
 from infra.provenance import versions
+from tasks.engines.memory_plan import kv_capacity_tokens
 from tasks.engines.plan import RunPlan, plan_run
 
 _FP8_GEMM = (8, 9)
@@ -91,11 +92,7 @@ def _capacity(config: RunConfig, plan: RunPlan, facts: DeviceFacts) -> int | Non
     """Tokens of KV cache by arithmetic: the engine's memory less its weights, or the budget in bytes."""
     if not isinstance(config.rollout, VllmRollout):
         return None
-    budget = config.rollout.kv_cache_memory_bytes
-    if budget is None:
-        assert config.rollout.gpu_memory_utilization is not None
-        budget = int(config.rollout.gpu_memory_utilization * facts.total_gb * 1e9) - plan.rollout.weight_bytes
-    return max(0, budget // plan.kv_bytes_per_token)
+    return kv_capacity_tokens(config.rollout, plan.rollout.weight_bytes, plan.kv_bytes_per_token, facts.total_gb * 1e9)
 
 
 def _machine(facts: DeviceFacts) -> Table:

@@ -29,12 +29,12 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def check_inputs(config: RunConfig) -> RunPlan:
+def check_inputs(config: RunConfig, starts: bool = True) -> RunPlan:
     """Files, tasks, rows, and whether the recipe fits the model; `ConfigError` with all that is wrong.
 
-    Returns the plan that was worked out on the way.
+    `starts`: whether the run will start here. Returns the plan that was worked out on the way.
     """
-    preflight(config)
+    preflight(config, trains=starts)
     problems: list[str] = []
     if Path(config.runs_dir).exists() and not Path(config.runs_dir).is_dir():
         problems.append(f"runs_dir = {config.runs_dir}: is a file; allowed: a folder, or a path that does not exist")

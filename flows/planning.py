@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 import yaml
 
 from conf.compose import digest, resolved
-from conf.schema import Algorithm, Correction, LinearPrecision, Optimizer, RunConfig
+from conf.schema import Algorithm, Correction, LinearPrecision, MegatronTrainer, Optimizer, RunConfig, VllmRollout
+from tasks.engines.memory_plan import kv_capacity_tokens
 from tasks.engines.plan import EnginePlan, RunPlan
 from tasks.engines.precision_plan import block_spec
+
+_GB: Final = 1e9
+_DEVICES: Final = (80, 141)
+"""Memory of the GPUs for which a share is told in tokens (GB): H100, H200."""
 
 
 def describe(config: RunConfig, plan: RunPlan) -> str:
@@ -33,6 +39,8 @@ def describe(config: RunConfig, plan: RunPlan) -> str:
         f"{_mb(plan.training.weight_bytes)}, optimiser (weights {optimizer.weights}, state {optimizer.state}) "
         f"{_mb(plan.optimizer_bytes)}, fp32 gradients {_mb(plan.gradient_bytes)}, KL reference "
         f"{_mb(plan.reference_bytes)}",
+        *_rank_lines(config, plan),
+        *_pool_lines(config, plan),
         f"  clipping         {_clipping(optimizer)}",
         f"  work             {config.steps} steps x {a.prompts_per_step} prompts x {a.group_size} samples, "
         f"{plan.optimizer_updates} optimiser updates",
@@ -41,6 +49,54 @@ def describe(config: RunConfig, plan: RunPlan) -> str:
         "Dry run: nothing was started.",
     ]
     return "\n".join(lines)
+
+
+def _rank_lines(config: RunConfig, plan: RunPlan) -> list[str]:
+    """A rank of the Megatron trainer."""
+    trainer, memory = config.trainer, plan.rank_memory
+    if memory is None or not isinstance(trainer, MegatronTrainer):
+        return []
+    layout = ", ".join(
+        f"{name} {size}"
+        for name, size in (
+            ("tensor", trainer.tensor_parallel_size),
+            ("pipeline", trainer.pipeline_parallel_size),
+            ("context", trainer.context_parallel_size),
+            ("expert", trainer.expert_parallel_size),
+            ("data", trainer.data_parallel_size),
+        )
+    )
+    parts = (
+        f"weights {_gb(memory.weights)}",
+        f"FP8 copies {_gb(memory.fp8_copies)}",
+        f"fp32 gradients {_gb(memory.gradients)}",
+        f"optimiser {_gb(memory.optimizer)}",
+        f"activations of {trainer.tokens_per_micro_batch:,} tokens, {trainer.recompute} recomputation (counted as "
+        f"Korthikanti et al. 2022) {_gb(memory.activations)}",
+        f"output layer {_gb(memory.output)}",
+    )
+    return [
+        f"  trainer ranks    {trainer.ranks} on {trainer.device}: {layout}",
+        f"  memory a rank    {', '.join(parts)}; together {_gb(memory.total)}",
+    ]
+
+
+def _pool_lines(config: RunConfig, plan: RunPlan) -> list[str]:
+    """Tokens that fit into vLLM's cache."""
+    rollout = config.rollout
+    if not isinstance(rollout, VllmRollout):
+        return []
+
+    def tokens(device_bytes: float) -> str:
+        return f"{kv_capacity_tokens(rollout, plan.rollout.weight_bytes, plan.kv_bytes_per_token, device_bytes):,}"
+
+    if rollout.kv_cache_memory_bytes is not None:
+        return [f"  KV pool          {tokens(0)} tokens in {_gb(rollout.kv_cache_memory_bytes)}"]
+    fits = ", ".join(f"{tokens(size * _GB)} tokens of {size} GB" for size in _DEVICES)
+    return [
+        f"  KV pool          {fits}: share {rollout.gpu_memory_utilization:g} less weights; what vLLM computes with "
+        "comes off"
+    ]
 
 
 def _linears(plan: EnginePlan, precision: LinearPrecision) -> str:
@@ -93,6 +149,10 @@ def correction_line(c: Correction) -> str:
 def _clipping(o: Optimizer) -> str:
     limits = {"gradient norm": o.max_grad_norm, "gradient value": o.max_grad_value, "weight": o.max_weight}
     return ", ".join(f"{what} {limit:g}" for what, limit in limits.items() if limit is not None) or "none"
+
+
+def _gb(size: int) -> str:
+    return f"{size / _GB:,.2f} GB"
 
 
 def _mb(size: int) -> str:

@@ -5,11 +5,12 @@ from conf.schema.base import Problem, Refusal, Section
 from conf.schema.benchmark import Benchmark
 from conf.schema.correction import Correction, RejectionRule
 from conf.schema.data import Data, JsonlData, ReasoningGymData
-from conf.schema.engines import KvPreflight, Optimizer, Rollout, TorchRollout, Trainer, VllmRollout
+from conf.schema.engines import KvPreflight, Rollout, TorchRollout, VllmRollout
 from conf.schema.environment import Cluster, Storage, Tracking
-from conf.schema.model import Model, TinyArchitecture, WarmStart
+from conf.schema.model import Experts, LatentAttention, Model, RopeScaling, TinyArchitecture, WarmStart
 from conf.schema.recipe import Calibration, KvPrecision, LinearPrecision, Recipe
 from conf.schema.run import RunConfig
+from conf.schema.trainers import LrSchedule, MegatronTrainer, Optimizer, TorchTrainer, Trainer
 
 __all__ = [
     "Algorithm",
@@ -19,10 +20,14 @@ __all__ = [
     "Correction",
     "Data",
     "DynamicSampling",
+    "Experts",
     "JsonlData",
     "KvPrecision",
     "KvPreflight",
+    "LatentAttention",
     "LinearPrecision",
+    "LrSchedule",
+    "MegatronTrainer",
     "Model",
     "Optimizer",
     "Overlong",
@@ -32,11 +37,13 @@ __all__ = [
     "Refusal",
     "RejectionRule",
     "Rollout",
+    "RopeScaling",
     "RunConfig",
     "Section",
     "Storage",
     "TinyArchitecture",
     "TorchRollout",
+    "TorchTrainer",
     "Tracking",
     "Trainer",
     "VllmRollout",

@@ -1,4 +1,4 @@
-"""The two engines: the one that generates and the one that trains."""
+"""The engine that generates."""
 
 from __future__ import annotations
 
@@ -222,56 +222,3 @@ class VllmRollout(_Sampling):
 
 Rollout = Annotated[TorchRollout | VllmRollout, Field(discriminator="engine")]
 """The engine that samples answers."""
-
-
-class Optimizer(Section):
-    """AdamW, and the precision of the weights it updates and of its moments. Gradients accumulate in fp32 always."""
-
-    learning_rate: float = Field(default=2e-4, gt=0.0)
-    """Learning rate after warm-up (> 0)."""
-
-    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay of the first moment (0 <= x < 1)."""
-
-    beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Decay of the second moment (0 <= x < 1)."""
-
-    eps: float = Field(default=1e-8, gt=0.0)
-    """Added to the root of the second moment (> 0)."""
-
-    weight_decay: float = Field(default=0.0, ge=0.0)
-    """Decoupled weight decay (>= 0)."""
-
-    weights: Literal["fp32_master", "bf16_kahan", "bf16"] = "fp32_master"
-    """What updates are added to: fp32 masters; the BF16 weights with Kahan compensation; or those alone."""
-
-    state: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """Storage of the two moments; bf16 and fp8 (E4M3, one scale for 256 elements) are rounded stochastically."""
-
-    max_grad_norm: float | None = Field(default=1.0, gt=0.0)
-    """Global norm to which gradients are clipped, after max_grad_value (> 0); null: not clipped."""
-
-    max_grad_value: float | None = Field(default=None, gt=0.0)
-    """Magnitude to which every element of the gradient is clipped (> 0); null: not clipped."""
-
-    max_weight: float | None = Field(default=None, gt=0.0)
-    """Magnitude to which every weight is clipped after an update (> 0); null: not clipped."""
-
-    warmup_steps: int = Field(default=5, ge=0)
-    """Updates over which the learning rate rises linearly (>= 0)."""
-
-
-class Trainer(Section):
-    """The engine that scores and trains."""
-
-    engine: Literal["torch"] = "torch"
-    """Implementation: torch, on CPU too."""
-
-    micro_batch_size: int = Field(default=256, ge=1)
-    """Sequences per forward and backward pass (>= 1); a divisor of an update's samples, or no less."""
-
-    threads: int = Field(default=2, ge=1)
-    """CPU threads of the engine (>= 1)."""
-
-    optimizer: Optimizer
-    """Optimiser of the policy."""

@@ -5,17 +5,87 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from conf.schema.base import ListAsTuple, Problem, Refusal, Section
 
 TINY_NAME: Final = "tiny_qwen3"
 LOCAL_NAME: Final = "local"
+_LATER: Final = frozenset({"norm_eps", "qk_norm", "rope_scaling", "experts", "latent_attention"})
 _MODEL_CHOICES: Final = "a folder with config.json, a tokenizer and *.safetensors, or model=tiny_qwen3"
 
 
+class RopeScaling(Section):
+    """Rotary frequencies stretched for longer contexts, as Llama 3.1 does (type llama3)."""
+
+    factor: float = Field(ge=1.0)
+    """By how much low frequencies are divided (>= 1)."""
+
+    low_freq_factor: float = Field(gt=0.0)
+    """Wavelengths above original_max_position_embeddings / this are divided by factor (> 0)."""
+
+    high_freq_factor: float = Field(gt=0.0)
+    """Wavelengths below original_max_position_embeddings / this stay (> low_freq_factor); between, a ramp."""
+
+    original_max_position_embeddings: int = Field(ge=2)
+    """Context of the pre-training (tokens, >= 2)."""
+
+    @field_validator("high_freq_factor")
+    @classmethod
+    def _high_is_above_low(cls, value: float, info: ValidationInfo) -> float:
+        low = info.data.get("low_freq_factor")
+        if low is not None and value <= low:
+            wrong = f"is not above low_freq_factor {low:g}"
+            raise Refusal(Problem("high_freq_factor", value, wrong, f"a number > {low:g}"))
+        return value
+
+
+class Experts(Section):
+    """A mixture of experts in place of the MLP."""
+
+    count: int = Field(ge=2)
+    """Routed experts of a layer (>= 2)."""
+
+    per_token: int = Field(ge=1)
+    """Routed experts that each token goes through (>= 1, at most count)."""
+
+    intermediate_size: int = Field(ge=128, multiple_of=128)
+    """Width of one expert (channels, a multiple of 128)."""
+
+    shared: int = Field(default=0, ge=0)
+    """Experts that every token goes through besides (>= 0)."""
+
+    first_dense_layers: int = Field(default=0, ge=0)
+    """Layers at the input side that keep an MLP (>= 0)."""
+
+    @field_validator("per_token")
+    @classmethod
+    def _no_more_than_there_are(cls, value: int, info: ValidationInfo) -> int:
+        count = info.data.get("count")
+        if count is not None and value > count:
+            raise Refusal(Problem("per_token", value, f"exceeds count {count}", f"an integer from 1 to {count}"))
+        return value
+
+
+class LatentAttention(Section):
+    """Multi-head latent attention: keys and values of all heads come from one low-rank vector a token."""
+
+    kv_lora_rank: int = Field(ge=1)
+    """Width of that vector (channels, >= 1)."""
+
+    qk_rope_head_dim: int = Field(ge=2)
+    """Channels of a head that carry the position (>= 2); head_dim carry none."""
+
+
 class TinyArchitecture(Section):
-    """Dimensions of a model of the Qwen3 architecture; weight dimensions fill whole FP8 blocks."""
+    """Dimensions of a decoder; weight dimensions fill whole FP8 blocks. The defaults are a small Qwen3."""
 
     hidden_size: int = Field(default=256, ge=128, multiple_of=128)
     """Width of the residual stream (channels, a multiple of 128)."""
@@ -46,6 +116,54 @@ class TinyArchitecture(Section):
 
     tie_word_embeddings: bool = True
     """Whether lm_head shares the embedding's weights."""
+
+    norm_eps: float = Field(default=1e-6, gt=0.0)
+    """Added to the mean square in RMS norms (> 0)."""
+
+    qk_norm: bool = True
+    """Whether queries and keys have norms of their own, as in Qwen3; Llama has none."""
+
+    rope_scaling: RopeScaling | None = None
+    """Rotary frequencies for long contexts; null leaves them."""
+
+    experts: Experts | None = None
+    """Mixture of experts; null is an MLP in every layer."""
+
+    latent_attention: LatentAttention | None = None
+    """Multi-head latent attention (no engine here runs it yet); null is attention with keys and values of each head."""
+
+    @property
+    def family(self) -> str:
+        """The Hugging Face model type of these dimensions."""
+        if self.latent_attention is not None:
+            return "deepseek_v3"
+        if self.experts is not None:
+            return "qwen3_moe"
+        return "qwen3" if self.qk_norm else "llama"
+
+    @model_serializer(mode="wrap")
+    def _without_later_keys_at_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Keys that runs of earlier versions did not record stay out of dumps, hence of digests, at their default."""
+        dumped: dict[str, Any] = handler(self)
+        fields = type(self).model_fields
+        return {k: v for k, v in dumped.items() if k not in _LATER or getattr(self, k) != fields[k].default}
+
+    @field_validator("latent_attention")
+    @classmethod
+    def _experts_of_a_known_family(cls, value: LatentAttention | None, info: ValidationInfo) -> LatentAttention | None:
+        experts = info.data.get("experts")
+        if value is not None or not isinstance(experts, Experts):
+            return value
+        problems = [
+            Problem(f"experts.{key}", getattr(experts, key), "a Qwen3 mixture of experts has none", "0")
+            for key in ("shared", "first_dense_layers")
+            if getattr(experts, key)
+        ]
+        if info.data.get("qk_norm") is False:
+            problems.append(Problem("qk_norm", False, "no mixture of experts without it is known here", "true"))
+        if problems:
+            raise Refusal(*problems)
+        return value
 
     @field_validator("num_key_value_heads")
     @classmethod

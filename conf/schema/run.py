@@ -11,10 +11,12 @@ from conf.schema.base import Problem, Refusal, Section
 from conf.schema.benchmark import Benchmark
 from conf.schema.correction import Correction
 from conf.schema.data import Data
-from conf.schema.engines import Rollout, Trainer, VllmRollout
+from conf.schema.engines import Rollout, VllmRollout
 from conf.schema.environment import Cluster, Storage, Tracking
+from conf.schema.megatron import architecture_sizes, megatron_problems, split_problems
 from conf.schema.model import Model
 from conf.schema.recipe import Recipe
+from conf.schema.trainers import MegatronTrainer, TorchTrainer, Trainer
 from conf.schema.vllm import stale_scale_problems, vllm_problems
 
 RESUME_WORDS: Final = ("never", "auto")
@@ -167,7 +169,7 @@ class RunConfig(Section):
     @classmethod
     def _micro_batches_fill_an_update(cls, value: Trainer, info: ValidationInfo) -> Trainer:
         algorithm = info.data.get("algorithm")
-        if not isinstance(algorithm, Algorithm):
+        if not isinstance(algorithm, Algorithm) or not isinstance(value, TorchTrainer):
             return value
         samples, micro = algorithm.samples_per_update, value.micro_batch_size
         if micro < samples and samples % micro:
@@ -182,6 +184,22 @@ class RunConfig(Section):
                     str(nearest_divisor(samples, micro)),
                 )
             )
+        return value
+
+    @field_validator("trainer")
+    @classmethod
+    def _megatron_can_run_it(cls, value: Trainer, info: ValidationInfo) -> Trainer:
+        recipe, algorithm, model = (info.data.get(key) for key in ("recipe", "algorithm", "model"))
+        if not isinstance(value, MegatronTrainer) or not isinstance(recipe, Recipe):
+            return value
+        linears = recipe.training_linears
+        problems: list[Problem] = []
+        if isinstance(algorithm, Algorithm):
+            problems += megatron_problems(value, linears, algorithm)
+        if isinstance(model, Model) and model.architecture is not None:
+            problems += split_problems(value, linears, architecture_sizes(model.architecture), "model.architecture")
+        if problems:
+            raise Refusal(*problems)
         return value
 
     @field_validator("run_name")

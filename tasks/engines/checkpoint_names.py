@@ -43,9 +43,10 @@ def check_dense(model: nn.Module, folder: Path | None) -> None:
     """`EngineError` for a mixture of experts, which the PyTorch engines neither train nor sample from."""
     found = fused_experts(model)
     if found:
+        source = "model.architecture.experts" if folder is None else f"model.path = {folder}"
         raise EngineError(
-            f"model.path = {folder}: model type {_model_type(model)} is a mixture of experts ({found[0]}), which the "
-            "PyTorch engines do not run; allowed: a dense model"
+            f"{source}: model type {_model_type(model)} is a mixture of experts ({found[0]}), which the "
+            "PyTorch engines do not run; allowed: a dense model, or rollout=vllm with trainer=megatron"
         )
 
 

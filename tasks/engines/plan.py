@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conf.schema import LinearPrecision, RunConfig
+from conf.schema import LinearPrecision, MegatronTrainer, RunConfig
 from tasks.engines.checkpoint_names import check_dense, checkpoint_parameters
+from tasks.engines.memory_plan import RankMemory, fullest_rank
 from tasks.engines.optimizer_memory import optimizer_bytes
 from tasks.engines.precision_plan import LinearPlan, block_spec, plan_linears
 from tasks.engines.protocols import EngineError
@@ -31,7 +32,7 @@ class RunPlan:
     """`kv_bytes_per_token`: cache of one token over all layers.
 
     `optimizer_bytes`: fp32 masters (if any), moments and Kahan compensation; `gradient_bytes`: fp32 accumulators;
-    `reference_bytes`: the frozen BF16 policy of a KL term.
+    `reference_bytes`: the frozen BF16 policy of a KL term. `rank_memory`: the fullest rank of a Megatron trainer.
     """
 
     parameters: int
@@ -43,6 +44,7 @@ class RunPlan:
     gradient_bytes: int
     reference_bytes: int
     optimizer_updates: int
+    rank_memory: RankMemory | None
 
 
 def shape_model(config: RunConfig, model_dir: Path | None = None) -> nn.Module:
@@ -109,10 +111,16 @@ def _attention_shape(model: nn.Module) -> _AttentionShape:
     return _AttentionShape(int(layers), int(kv_heads), int(head_dim))
 
 
+def _rank_memory(config: RunConfig, model: nn.Module, quantized: tuple[str, ...]) -> RankMemory | None:
+    trainer = config.trainer
+    return fullest_rank(model, trainer, frozenset(quantized)) if isinstance(trainer, MegatronTrainer) else None
+
+
 def plan_run(config: RunConfig) -> RunPlan:
     """The plan that `--dry-run` prints; raises `EngineError` for a recipe that does not fit the model."""
     model = shape_model(config)
-    check_dense(model, Path(config.model.path) if config.model.path else None)
+    if "torch" in (config.rollout.engine, config.trainer.engine):
+        check_dense(model, Path(config.model.path) if config.model.path else None)
     recipe, shape = config.recipe, _attention_shape(model)
     parameters = sum(p.numel() for p in model.parameters())
     training = plan_linears(model, recipe.training_linears)
@@ -128,4 +136,5 @@ def plan_run(config: RunConfig) -> RunPlan:
         gradient_bytes=optimizer.gradients,
         reference_bytes=2 * parameters if config.algorithm.kl_coef > 0 else 0,
         optimizer_updates=config.steps * config.algorithm.updates_per_step,
+        rank_memory=_rank_memory(config, model, training.quantized),
     )

@@ -69,7 +69,8 @@ def plan_linears(model: nn.Module, precision: LinearPrecision) -> LinearPlan:
     quantized = tuple(n for n in names if not _stays_high(n, precision, layers))
     if not quantized:
         raise EngineError("the recipe asks for FP8 linears, and none of the model's layers is left to quantise")
-    return LinearPlan(quantized, tuple(n for n in names if n not in set(quantized)))
+    chosen = set(quantized)
+    return LinearPlan(quantized, tuple(n for n in names if n not in chosen))
 
 
 def scale_name(weight: str) -> str:

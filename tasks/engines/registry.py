@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
-from conf.schema import Recipe, Rollout, RunConfig, VllmRollout
+from conf.schema import MegatronTrainer, Recipe, Rollout, RunConfig, VllmRollout
 from tasks.engines.protocols import EngineError, RolloutEngine, TrainerEngine
 
 
@@ -43,8 +44,21 @@ def build_rollout(config: RunConfig, recipe: Recipe, model_dir: Path) -> Rollout
 
 def build_trainer(config: RunConfig, model_dir: Path) -> TrainerEngine:
     """The configured trainer engine."""
+    if isinstance(config.trainer, MegatronTrainer):
+        return _megatron_trainer(config, model_dir)
     from tasks.engines.torch_trainer import TorchTrainerEngine, TrainerSpec
 
     spec = TrainerSpec(config.recipe, config.algorithm, config.correction, config.trainer, config.rollout)
-    builders = {"torch": TorchTrainerEngine}
-    return builders[config.trainer.engine](model_dir, spec)
+    return TorchTrainerEngine(model_dir, spec)
+
+
+def _megatron_trainer(config: RunConfig, model_dir: Path) -> TrainerEngine:
+    try:
+        engine = import_module("tasks.engines.megatron_trainer")
+    except ModuleNotFoundError as error:
+        raise EngineError(
+            f"trainer=megatron needs Megatron Core in the worker's environment ({error}); it comes with the extra "
+            "engines-cpu (CPU) or gpu"
+        ) from error
+    trainer: TrainerEngine = engine.build(config, model_dir)
+    return trainer

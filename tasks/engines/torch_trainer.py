@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conf.schema import Algorithm, Correction, Recipe, Rollout, Trainer
+from conf.schema import Algorithm, Correction, Recipe, Rollout, TorchTrainer
 from tasks.engines.precision_plan import block_spec, plan_linears, scale_name
 from tasks.engines.protocols import EngineError, EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
 from tasks.engines.step_inputs import LossLedger, StepInputs, objective_of, prepare_step, score_metrics, update_batches
@@ -48,7 +48,7 @@ class TrainerSpec:
     recipe: Recipe
     algorithm: Algorithm
     correction: Correction
-    trainer: Trainer
+    trainer: TorchTrainer
     rollout: Rollout
 
 

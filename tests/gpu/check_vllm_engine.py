@@ -27,7 +27,16 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
-from conf.schema import Algorithm, Correction, Recipe, TinyArchitecture, TorchRollout, Trainer, VllmRollout, WarmStart
+from conf.schema import (
+    Algorithm,
+    Correction,
+    Recipe,
+    TinyArchitecture,
+    TorchRollout,
+    TorchTrainer,
+    VllmRollout,
+    WarmStart,
+)
 from infra.device import device_facts
 from infra.provenance import versions
 from tasks.engines.protocols import EngineError, GenerateRequest, Prompt, SyncPayload
@@ -69,11 +78,12 @@ def _rollout() -> VllmRollout:
 
 
 def _trainer(folder: Path, recipe: Recipe) -> TorchTrainerEngine:
+    settings = yaml.safe_load((CONF / "trainer" / "torch.yaml").read_text())
     spec = TrainerSpec(
         recipe,
         Algorithm(group_size=4, prompts_per_step=4),
         Correction(),
-        Trainer.model_validate(yaml.safe_load((CONF / "trainer" / "torch.yaml").read_text()) | {"threads": THREADS}),
+        TorchTrainer.model_validate(settings | {"threads": THREADS}),
         TorchRollout(max_new_tokens=TOKENS),
     )
     return TorchTrainerEngine(folder, spec)

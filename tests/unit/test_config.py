@@ -70,12 +70,19 @@ def test_the_groups_are_those_of_the_product() -> None:
             "token_truncation",
         ),
         "data": ("jsonl", "reasoning_gym"),
-        "model": ("local", "qwen3_8b_base", "tiny_qwen3"),
+        "model": (
+            "llama3_1_8b_instruct",
+            "local",
+            "moonlight_16b_a3b",
+            "qwen3_30b_a3b",
+            "qwen3_8b_base",
+            "tiny_qwen3",
+        ),
         "recipe": ("bf16", "fp8_e2e", "fp8_e2e_kv", "fp8_rollout", "fp8_rollout_kv"),
         "rollout": ("torch", "vllm"),
         "storage": ("local", "s3"),
         "tracking": ("mlflow",),
-        "trainer": ("torch",),
+        "trainer": ("megatron", "torch"),
     }
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from conf.schema import TinyArchitecture
+from conf.schema import Experts, LatentAttention, RopeScaling, TinyArchitecture
+from tasks.engines.protocols import EngineError
 from tasks.engines.tiny_model import EOS, PAD, UNKNOWN, create_model, save_model, tiny_config, train_tokenizer
 
 TEXTS = [
@@ -129,3 +131,53 @@ def test_a_saved_folder_is_a_hugging_face_model(tmp_path: Path, tokenizer: PreTr
     again = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     assert again.encode(TEXTS[3]) == tokenizer.encode(TEXTS[3])
     assert again.decode(again.encode("-12 + 3")) == "-12 + 3"
+
+
+LLAMA = ARCHITECTURE.model_copy(
+    update={
+        "qk_norm": False,
+        "norm_eps": 1e-5,
+        "rope_scaling": RopeScaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+        ),
+    }
+)
+MIXTURE = ARCHITECTURE.model_copy(update={"experts": Experts(count=4, per_token=2, intermediate_size=128)})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "family"), [(ARCHITECTURE, "qwen3"), (LLAMA, "llama"), (MIXTURE, "qwen3_moe")]
+)
+def test_each_family_is_saved_and_loaded(
+    architecture: TinyArchitecture, family: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = create_model(architecture, 0, 1).eval()
+    save_model(model, tokenizer, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["model_type"] == architecture.family == family
+    assert written["rms_norm_eps"] == architecture.norm_eps
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert ("model.layers.0.self_attn.q_norm.weight" in names) == (family != "llama")
+    assert ("model.layers.0.mlp.experts.3.up_proj.weight" in names) == (family == "qwen3_moe")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True).eval()
+    tokens = torch.arange(12).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_rotary_frequencies_are_scaled_as_in_llama_3() -> None:
+    """Wavelengths below 64 / 4 tokens stay, those above 64 / 1 are 8 times as long, between them a ramp."""
+    plain = 500.0 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    waves = 2 * torch.pi / plain
+    ramp = ((64 / waves - 1) / 3).clamp(0, 1)
+    wanted = (1 - ramp) * plain / 8 + ramp * plain
+    model = create_model(LLAMA, 0, 1)
+    found = model.model.rotary_emb.inv_freq.to(torch.float64)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+    assert float(waves[0]) < 16 < 64 < float(waves[-1])
+
+
+def test_a_family_that_no_engine_runs_is_refused() -> None:
+    latent = ARCHITECTURE.model_copy(update={"latent_attention": LatentAttention(kv_lora_rank=8, qk_rope_head_dim=2)})
+    with pytest.raises(EngineError, match="no engine here runs a deepseek_v3"):
+        tiny_config(latent, eos_token_id=1)
