@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -111,8 +112,8 @@ def plan_model(folder: Path, layout: Layout) -> ModelPlan:
     """From a folder's config.json; `EngineError` for what is not mapped, and for a layout that does not fit."""
     try:
         hf: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise EngineError(f"{folder}/config.json: transformers does not know this model: {error}") from error
+    except (ValueError, OSError, KeyError, StrictDataclassError) as error:
+        raise EngineError(f"{folder}/config.json: transformers cannot read this model: {error}") from error
     where = f"{folder}/config.json"
     _check_kind(hf, where)
     experts = int(hf.num_experts) if hf.model_type == "qwen3_moe" else 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tasks.engines.megatron_private import check_version, use_random_state
+from tasks.engines.megatron_private import check_version, complete_router, use_random_state
 from tasks.engines.protocols import EngineError
 
 _CPU = torch.device("cpu")
@@ -107,6 +107,7 @@ def install() -> None:
         "current_stream": _NoStream,
         "default_stream": _NoStream,
         "stream": _no_context,
+        "Stream": _NoStream,
         "Event": _NoStream,
         "get_rng_state": _get_state,
         "set_rng_state": _set_state,
@@ -115,4 +116,5 @@ def install() -> None:
     for name, function in replaced.items():
         setattr(torch.cuda, name, function)
     use_random_state(_get_state, _set_state)
+    complete_router()
     _CudaIsCpu().__enter__()

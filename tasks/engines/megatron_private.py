@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from tasks.engines.megatron_config import ModelPlan
@@ -42,6 +43,12 @@ def use_random_state(get: Callable[..., Tensor], put: Callable[..., None]) -> No
         if not hasattr(megatron_random, name):
             raise EngineError(f"Megatron Core {megatron.core.__version__} has no {name}")
         setattr(megatron_random, name, function)
+
+
+def complete_router() -> None:
+    """Release 0.16 asks for a product of Transformer Engine by a name that it leaves undefined without it."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def layer_spec(plan: ModelPlan, transformer_engine: bool) -> Any:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tasks.engines.megatron_model import MegatronModel
 from tasks.engines.megatron_names import Entry, ModelShape, Shape, check_names, fuse, hf_shapes
 from tasks.engines.protocols import EngineError
+
+if TYPE_CHECKING:
+    from tasks.engines.megatron_model import MegatronModel
 
 _INDEX = "model.safetensors.index.json"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -1,4 +1,4 @@
-"""Small models of every architecture that Megatron trains here, as Hugging Face folders, and their own log-probabilities.
+"""Small models of every architecture that Megatron trains here, as Hugging Face folders, and what they should give.
 
 Every weight is random, norms and biases among them, so that no two can be exchanged unnoticed.
 """

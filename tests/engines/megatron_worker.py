@@ -24,7 +24,7 @@ from tests.engines.megatron_models import token_rows
 
 
 def vocabulary_logprobs(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Log-probabilities of `targets` `[rows, tokens]` from hidden states `[tokens, rows, hidden]`, over all TP ranks."""
+    """Of `targets` `[rows, tokens]` from hidden states `[tokens, rows, hidden]`, over all tensor-parallel ranks."""
     logits, columns = model.logits(hidden).transpose(0, 1).float(), model.token_columns
     total, own = logits.logsumexp(-1), (targets >= columns.start) & (targets < columns.stop)
     place = torch.where(own, targets - columns.start, 0).unsqueeze(-1)
