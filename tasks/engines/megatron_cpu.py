@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tasks.engines.megatron_private import check_version, complete_router, use_random_state
+from tasks.engines.megatron_private import check_version, complete_experts, use_random_state
 from tasks.engines.protocols import EngineError
 
 _CPU = torch.device("cpu")
@@ -116,5 +116,5 @@ def install() -> None:
     for name, function in replaced.items():
         setattr(torch.cuda, name, function)
     use_random_state(_get_state, _set_state)
-    complete_router()
+    complete_experts()
     _CudaIsCpu().__enter__()

@@ -133,7 +133,6 @@ def transformer_config(
         "moe_router_pre_softmax": not plan.normalized_choice,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": on_gpu,
         "moe_permute_fusion": on_gpu,
         "expert_tensor_parallel_size": 1,
@@ -171,8 +170,9 @@ def transformer_config(
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         sequence_parallel=on_gpu and layout.tensor > 1,
-        # Micro-batches of a packed step differ in length.
+        # Micro-batches of a packed step differ in length; what sends tokens to experts must bear it, experts or not.
         variable_seq_lengths=layout.pipeline > 1,
+        moe_token_dispatcher_type="alltoall",
         **(experts if shape.experts else {}),
         **precision.arguments,
     )
@@ -214,8 +214,8 @@ def build_model(folder: Path, recipe: Recipe, layout: Layout, on_gpu: bool, dtyp
     )
     module.use_frequencies(plan.rotary.frequencies(plan.shape.head_dim))
     module.gather_before_logits()
-    if on_gpu:
-        module.cuda()
+    # Megatron's own norms are built in fp32 whatever it is told.
+    module.to(device="cuda" if on_gpu else "cpu", dtype=dtype)
     entries = stage_entries(plan.shape, Form(fused_norms=on_gpu, grouped_experts=on_gpu), part)
     held = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     check_names(held, {e.name: entry_shape(plan.shape, e, part.tensor_size) for e in entries}, "Megatron's model")

@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 
 from tasks.engines.megatron_config import ModelPlan
@@ -45,10 +45,21 @@ def use_random_state(get: Callable[..., Tensor], put: Callable[..., None]) -> No
         setattr(megatron_random, name, function)
 
 
-def complete_router() -> None:
-    """Release 0.16 asks for a product of Transformer Engine by a name that it leaves undefined without it."""
+def complete_experts() -> None:
+    """What Megatron's experts lack without Transformer Engine and a GPU.
+
+    Release 0.16 asks for a product of Transformer Engine by a name that it leaves undefined; and sizes of messages
+    become numbers only where they come from a device.
+    """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"):
+        raise EngineError(f"Megatron Core {megatron.core.__version__} has no maybe_move_tensor_to_cpu")
+    token_dispatcher.maybe_move_tensor_to_cpu = _on_host
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def layer_spec(plan: ModelPlan, transformer_engine: bool) -> Any:

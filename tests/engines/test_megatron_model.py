@@ -164,6 +164,7 @@ def test_weights_come_back_bitwise(folders: dict[str, Path], run: Run, sizes: Ma
         back = _weights(ranks)
         assert back.keys() == saved.keys()
         for key, tensor in saved.items():
+            assert back[key].dtype == torch.bfloat16, f"{name}: {key}"
             assert torch.equal(back[key].view(torch.int16), tensor.view(torch.int16)), f"{name}: {key}"
 
 
