@@ -215,6 +215,18 @@ def check_machine(shape: ModelShape, layout: Layout, on_gpu: bool) -> None:
         )
 
 
+def check_kept_layers(shape: ModelShape, layout: Layout, recipe: Recipe) -> None:
+    """`EngineError` for more BF16 layers at one end than a pipeline stage has."""
+    linears, limit = recipe.training_linears, shape.layers // layout.pipeline
+    for key in ("keep_first_layers", "keep_last_layers"):
+        kept = getattr(linears, key)
+        if linears.quantized and kept > limit:
+            raise EngineError(
+                f"recipe.training_linears.{key} = {kept}: a pipeline stage has {limit} of the {shape.layers} layers; "
+                f"allowed: 0 to {limit}"
+            )
+
+
 def precision_arguments(recipe: Recipe, on_gpu: bool) -> Precision:
     """Megatron's arguments for the recipe's training side; `EngineError` for what it does not compute."""
     linears = recipe.training_linears

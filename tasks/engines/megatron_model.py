@@ -27,6 +27,7 @@ from tasks.engines.megatron_config import (
     Layout,
     ModelPlan,
     Precision,
+    check_kept_layers,
     check_machine,
     plan_model,
     precision_arguments,
@@ -198,6 +199,7 @@ def build_model(folder: Path, recipe: Recipe, layout: Layout, on_gpu: bool, dtyp
         raise EngineError("Megatron on CPU needs megatron_cpu.install() first, in this process")
     plan, precision = plan_model(folder, layout), precision_arguments(recipe, on_gpu)
     check_machine(plan.shape, layout, on_gpu)
+    check_kept_layers(plan.shape, layout, recipe)
     _check_environment(precision)
     part = local_part(plan, layout)
     module = HiddenStatesModel(

@@ -86,19 +86,21 @@ class HiddenStatesModel(GPTModel):
     """
 
     def gather_before_logits(self) -> None:
-        """Under sequence parallelism gather hidden states once, before the output layer, instead of in each call.
-
-        A rank's gradient of the gathered states is of its own columns alone; the gather's backward pass adds them up.
-        """
+        """Under sequence parallelism gather hidden states once, before the output layer, instead of in each call."""
         if self.post_process and self.output_layer.sequence_parallel:
             self.output_layer.sequence_parallel = False
+            # A rank's gradient is of its own columns alone; the backward pass of the gather adds them up.
             self.output_layer.allreduce_dgrad = False
+            self.output_layer.disable_grad_reduce = True
+
+    @staticmethod
+    def gathered(hidden: Tensor) -> Tensor:
+        """Hidden states of all tokens from this rank's share of them, `[tokens, rows, hidden]`."""
+        out: Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        return out
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.post_process and self.config.sequence_parallel:
-            gathered: Tensor = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
-            return gathered
-        return hidden_states
+        return self.gathered(hidden_states) if self.post_process and self.config.sequence_parallel else hidden_states
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[..., padded vocabulary / tensor-parallel ranks]` of hidden states, in their dtype."""

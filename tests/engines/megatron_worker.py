@@ -2,7 +2,8 @@
 
 JOB is a JSON file: `folders`, `layout` (without the rank), `dtype`, `rendezvous`, `out`. For each folder the rank loads
 the model, scores the tokens of `megatron_models.token_rows` and gives the weights back; under `out` it writes
-`FOLDER.RANK.safetensors`: `logprobs`, `gradients/NAME` (single ranks only), `weights/NAME`.
+`FOLDER.RANK.safetensors`: `logprobs`, `gradients/NAME` (single ranks only), `weights/NAME`, and of two tensor-parallel
+ranks `head/whole` and `head/share`.
 """
 
 from __future__ import annotations
@@ -51,6 +52,26 @@ def through_pipeline(model: Any, tokens: Tensor, layout: Layout) -> Tensor:
     return out
 
 
+def head_gradients(model: Any, hidden: Tensor, rank: int) -> dict[str, Tensor]:
+    """Of a sum over all logits with respect to the rank's tokens: from whole hidden states, and from a share of them.
+
+    The latter is what sequence parallelism does, which Megatron's layers for CPU lack; its output layer has it.
+    """
+
+    def backward(leaf: Tensor, whole: Tensor) -> Tensor:
+        model.module.logits(whole).float().square().sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    whole = hidden.detach().requires_grad_()
+    plain = backward(whole, whole).chunk(2)[rank].contiguous()
+    layer = model.module.output_layer
+    layer.sequence_parallel, layer.allreduce_dgrad = True, False
+    model.module.gather_before_logits()
+    share = hidden.detach().chunk(2)[rank].clone().requires_grad_()
+    return {"head/whole": plain, "head/share": backward(share, model.module.gathered(share))}
+
+
 def results(folder: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
     from tasks.engines.megatron_model import build_model, hf_tensors
     from tasks.engines.megatron_names import split
@@ -72,6 +93,8 @@ def results(folder: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Tenso
         for entry in model.entries:
             parts = split(model.plan.shape, entry, [gradients[entry.name]])
             found |= {f"gradients/{name}": gradient for name, gradient in parts.items()}
+    if layout.tensor > 1:
+        found |= head_gradients(model, hidden, layout.rank)
     return found | {"logprobs": logprobs.detach().contiguous()}
 
 

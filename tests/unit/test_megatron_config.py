@@ -17,6 +17,7 @@ from tasks.engines.megatron_config import (
     FP32_SCALES,
     Layout,
     RotaryPlan,
+    check_kept_layers,
     check_machine,
     plan_model,
     precision_arguments,
@@ -123,6 +124,16 @@ def test_what_needs_a_gpu_is_refused_on_cpu(tmp_path: Path, name: str, sizes: di
     check_machine(shape, layout, on_gpu=True)
     with pytest.raises(EngineError, match=f"{next(iter(sizes))} = 2: .*allowed on CPU: 1"):
         check_machine(shape, layout, on_gpu=False)
+
+
+def test_a_pipeline_stage_bounds_the_layers_that_stay_bf16(tmp_path: Path) -> None:
+    layout = Layout(pipeline=2)
+    shape = plan_model(_folder(tmp_path, "llama_tied", num_hidden_layers=4), layout).shape
+    size = "model.architecture.num_hidden_layers=4"
+    recipe = compose(["recipe=fp8_e2e", "recipe.training_linears.keep_last_layers=3", size]).recipe
+    check_kept_layers(shape, Layout(), recipe)
+    with pytest.raises(EngineError, match=r"keep_last_layers = 3: a pipeline stage has 2 of the 4 layers; .*0 to 2"):
+        check_kept_layers(shape, layout, recipe)
 
 
 def test_bf16_training_needs_no_arguments() -> None:

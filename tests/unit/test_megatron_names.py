@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tasks.engines.megatron_names import (
     split,
     stage_entries,
 )
-from tasks.engines.megatron_weights import check_checkpoint, checkpoint_files
+from tasks.engines.megatron_weights import check_checkpoint, checkpoint_files, load_weights
 from tasks.engines.plan import folder_shape
 from tasks.engines.protocols import EngineError
 from tests.engines.megatron_models import CONFIGS, save_model
@@ -219,6 +220,21 @@ def test_a_tied_head_may_be_written_where_it_equals_the_embedding(folders: dict[
     head[3, 3] += 1
     with pytest.raises(EngineError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         _check(_rewrite(folders["qwen3_tied"], tmp_path / "different", weights | {"lm_head.weight": head}))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_rank_is_filled_from_the_files(folders: dict[str, Path], name: str) -> None:
+    """The second of two pipeline stages, and of two tensor-parallel ranks; weights are rounded to its dtype."""
+    plan, weights = plan_model(folders[name], Layout(tensor=2, pipeline=2)), _weights(folders[name])
+    experts = range(plan.shape.experts // 2, plan.shape.experts)
+    part = Part(range(1, 2), experts, first=False, last=True, tensor_rank=1, tensor_size=2)
+    entries = stage_entries(plan.shape, LOCAL, part)
+    held = {e.name: torch.full(entry_shape(plan.shape, e, 2), torch.nan, dtype=torch.float64) for e in entries}
+    module = SimpleNamespace(named_parameters=held.items)
+    load_weights(SimpleNamespace(module=module, plan=plan, part=part, entries=entries), folders[name])  # type: ignore[arg-type]
+    for entry in entries:
+        expected = fuse(plan.shape, entry, [weights[source] for source in entry.sources], 1, 2)
+        assert torch.equal(held[entry.name], expected.to(torch.float64)), entry.name
 
 
 def test_a_missing_file_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
