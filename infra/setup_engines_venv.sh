@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Build (or complete) an environment of the engines on CPU: setup_engines_venv.sh FOLDER PYTHON
-# vLLM's CPU build and the CPU build of torch, beside everything that the tests need. PYTHON decides the versions:
-#   3.11: the newest vLLM that the engine was checked with.
+# vLLM's CPU build, Megatron Core and the CPU build of torch, beside everything that the tests need. PYTHON decides the
+# versions:
+#   3.11: the newest vLLM that the engine was checked with, and the newest Megatron Core that runs on this Python.
 #   3.12: those of the GPU machines, every one pinned by infra/gpu_versions.txt.
 # pip's settings (PIP_FIND_LINKS, indexes) are passed on to uv, which installs.
 set -euo pipefail
