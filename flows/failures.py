@@ -11,6 +11,16 @@ from tasks.data.examples import DataError
 from tasks.data.grading import GraderError
 from tasks.engines.protocols import EngineError
 
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C stands behind an error: Prefect turns one that meets the start of a task into another error."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 RUN_FAILURES = (
     AuditError,
     ClusterError,

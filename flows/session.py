@@ -19,6 +19,7 @@ from conf.compose import flatten, resolved
 from conf.schema import RunConfig
 from flows.console import Console
 from flows.environment import tracking_uri
+from flows.failures import is_interrupt
 from flows.identity import RunIdentity, identify
 from flows.record import Record
 from flows.top_tokens import TOP_TOKENS, TopTokens
@@ -203,8 +204,10 @@ def _closing(writer: MlflowWriter, config: RunConfig, console: Console) -> Itera
     try:
         yield
         status = "FINISHED"
-    except KeyboardInterrupt:
-        status = "KILLED"
+    except BaseException as error:
+        if is_interrupt(error):
+            status = "KILLED"
+            raise KeyboardInterrupt from error
         raise
     finally:
         report = writer.close(status, timeout_s=config.tracking.outage_patience_s + _MLFLOW_START_S)  # type: ignore[arg-type]

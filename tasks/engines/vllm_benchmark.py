@@ -33,12 +33,25 @@ class Rung(Section):
     """One rung of the ladder: everything that its process must know."""
 
     mode: str
+    """Name of the rung."""
+
     model_dir: str
+    """Folder with the model's config.json."""
+
     recipe: Recipe
+    """What the rollout side computes in."""
+
     rollout: VllmRollout
+    """Settings of the engine."""
+
     benchmark: Benchmark
+    """Loads to measure."""
+
     only_start: bool
+    """Whether to start the engine, and measure nothing but that."""
+
     result: str
+    """File for the rows, JSON."""
 
 
 def _prompts(point: Point, vocabulary: int, number: int) -> list[dict[str, list[int]]]:
