@@ -113,6 +113,7 @@ def test_a_rollout_engine_killed_in_a_sync_ends_the_phase_and_a_new_one_takes_ov
     _end(engines.rollout, engines.trainer)
 
 
+@pytest.mark.slow
 def test_a_rollout_engine_that_hangs_in_a_sync_ends_the_phase(
     cluster: Cluster, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_rollout_engine_that_hangs_in_a_sync_ends_the_phase(
     _end(engines.rollout, engines.trainer)
 
 
+@pytest.mark.slow
 def test_a_trainer_killed_in_a_sync_ends_the_phase_and_leaves_the_rollout_engine_dirty(
     cluster: Cluster, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_trainer_killed_in_a_sync_ends_the_phase_and_leaves_the_rollout_engine
     _end(engines.rollout)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_hangs_ends_the_phase(cluster: Cluster, model_dir: Path) -> None:
     engines = _actors(cluster, model_dir, RolloutActor, "stopped")
     os.kill(ray.get(engines.trainer.pid.remote()), signal.SIGSTOP)
