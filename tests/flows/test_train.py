@@ -166,6 +166,7 @@ def test_the_pre_flight_is_measured_once_and_changes_nothing_else(runs_dir: Path
     assert final_weights(url, "unmeasured") == final_weights(url, reference)
 
 
+@pytest.mark.slow
 def test_a_pre_flight_above_its_lower_bound_is_said(runs_dir: Path, reference: str) -> None:
     done = train(["run_name=warned", "steps=1", NO_MODEL_MEETS[0]], runs_dir)
     assert done.code == 0, done.out
