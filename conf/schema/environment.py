@@ -48,8 +48,15 @@ class Cluster(Section):
             raise Refusal(Problem("rollout_gpus", value, "not an amount of GPUs that Ray reserves", allowed))
         return value
 
-    kernel_cache: str | None = Field(default=None, pattern=r"^[/~]")
+    kernel_cache: str | None = None
     """Folder on each node (from / or ~) for kernels that vLLM compiles; null leaves each library its own."""
+
+    @field_validator("kernel_cache")
+    @classmethod
+    def _same_folder_on_each_node(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("/", "~")):
+            raise Refusal(Problem("kernel_cache", value, "a node has no such place", "a folder from / or ~, or null"))
+        return value
 
     sync_buffer_mb: int = Field(default=128, ge=1)
     """Largest chunk in which weights travel to the rollout engine; two are under way at once (MiB, >= 1)."""

@@ -121,12 +121,11 @@ def local_part(plan: ModelPlan, layout: Layout) -> Part:
     )
 
 
-def transformer_config(
-    plan: ModelPlan, layout: Layout, precision: Precision, on_gpu: bool, dtype: torch.dtype
-) -> TransformerConfig:
-    """Megatron's configuration. No dropout, no load-balancing loss, nothing initialised: weights are loaded."""
+def _expert_arguments(plan: ModelPlan, on_gpu: bool) -> dict[str, Any]:
     shape = plan.shape
-    experts: dict[str, Any] = {
+    if not shape.experts:
+        return {}
+    return {
         "num_moe_experts": shape.experts,
         "moe_ffn_hidden_size": shape.mlp,
         "moe_router_topk": plan.chosen_experts,
@@ -138,6 +137,13 @@ def transformer_config(
         "moe_permute_fusion": on_gpu,
         "expert_tensor_parallel_size": 1,
     }
+
+
+def transformer_config(
+    plan: ModelPlan, layout: Layout, precision: Precision, on_gpu: bool, dtype: torch.dtype
+) -> TransformerConfig:
+    """Megatron's configuration. No dropout, no load-balancing loss, nothing initialised: weights are loaded."""
+    shape = plan.shape
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -174,7 +180,7 @@ def transformer_config(
         # Micro-batches of a packed step differ in length; what sends tokens to experts must bear it, experts or not.
         variable_seq_lengths=layout.pipeline > 1,
         moe_token_dispatcher_type="alltoall",
-        **(experts if shape.experts else {}),
+        **_expert_arguments(plan, on_gpu),
         **precision.arguments,
     )
 

@@ -74,6 +74,10 @@ class Sent:
     chunks: int
 
 
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 def size_of(form: TensorForm) -> int:
     """Bytes of a tensor."""
     return math.prod(form.shape) * form.dtype.itemsize
@@ -92,7 +96,7 @@ def plan_chunks(forms: Mapping[str, TensorForm], limit: int) -> Iterator[tuple[P
             size = min(left, limit - used)
             pieces.append(Piece(name, start, size, used))
             start, left = start + size, left - size
-            used += -(-size // _ALIGNMENT) * _ALIGNMENT
+            used += _aligned(size)
             if not left:
                 break
     if pieces:
@@ -168,7 +172,7 @@ def send(payload: SyncPayload, receiver: Receiver, limit: int) -> Sent:
 
 
 def _padded(header: SyncHeader) -> int:
-    return sum(-(-size_of(form) // _ALIGNMENT) * _ALIGNMENT for form in header.forms.values())
+    return sum(_aligned(size_of(form)) for form in header.forms.values())
 
 
 class Arrivals:

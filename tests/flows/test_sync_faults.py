@@ -69,6 +69,12 @@ def _actors(cluster: Cluster, model_dir: Path, rollout_class: type, name: str) -
     return engines
 
 
+def _stalling(cluster: Cluster, model_dir: Path, folder: Path, name: str) -> tuple[Engines, int]:
+    """Actors whose rollout engine stops in its second chunk, and the number of its process."""
+    engines = _actors(cluster, model_dir, StallingRollout, name)
+    return engines, ray.get(engines.rollout.prepare.remote(str(folder / "stalled")))
+
+
 def _sync(engines: Engines, cluster: Cluster) -> dict[str, float]:
     result: dict[str, float] = sync.fn(engines, CONFIG.recipe, linears_of(0, 1), cluster)
     return result
@@ -101,8 +107,7 @@ def _end(*actors: ActorHandle) -> None:
 def test_a_rollout_engine_killed_in_a_sync_ends_the_phase_and_a_new_one_takes_over(
     cluster: Cluster, model_dir: Path, tmp_path: Path
 ) -> None:
-    engines = _actors(cluster, model_dir, StallingRollout, "killed")
-    pid = ray.get(engines.rollout.prepare.remote(str(tmp_path / "stalled")))
+    engines, pid = _stalling(cluster, model_dir, tmp_path, "killed")
     killer = _kill_when(tmp_path / "stalled", pid)
     _fails(engines, cluster, r"sync \(transfer\): SyncError: installing chunk [23]: the rollout engine's process died")
     killer.join()
@@ -117,8 +122,7 @@ def test_a_rollout_engine_killed_in_a_sync_ends_the_phase_and_a_new_one_takes_ov
 def test_a_rollout_engine_that_hangs_in_a_sync_ends_the_phase(
     cluster: Cluster, model_dir: Path, tmp_path: Path
 ) -> None:
-    engines = _actors(cluster, model_dir, StallingRollout, "hangs")
-    ray.get(engines.rollout.prepare.remote(str(tmp_path / "stalled")))
+    engines, _ = _stalling(cluster, model_dir, tmp_path, "hangs")
     message = (
         r"sync \(transfer\): SyncError: installing chunk [23]: .* did not answer within cluster.sync_timeout_s = 3"
     )
@@ -130,8 +134,7 @@ def test_a_rollout_engine_that_hangs_in_a_sync_ends_the_phase(
 def test_a_trainer_killed_in_a_sync_ends_the_phase_and_leaves_the_rollout_engine_dirty(
     cluster: Cluster, model_dir: Path, tmp_path: Path
 ) -> None:
-    engines = _actors(cluster, model_dir, StallingRollout, "trainer")
-    ray.get(engines.rollout.prepare.remote(str(tmp_path / "stalled")))
+    engines, _ = _stalling(cluster, model_dir, tmp_path, "trainer")
     killer = _kill_when(tmp_path / "stalled", ray.get(engines.trainer.pid.remote()))
     _fails(engines, cluster, r"sync \(transfer\): the engine's process died")
     killer.join()

@@ -254,3 +254,10 @@ def test_only_amounts_of_gpus_that_ray_knows_are_taken(gpus: str) -> None:
 def test_kernels_cannot_be_kept_without_a_folder_for_them() -> None:
     with pytest.raises(ConfigError, match=r"storage\.keep_kernels = true: there is no folder of kernels to keep"):
         compose(["storage.keep_kernels=true"])
+
+
+def test_a_folder_of_kernels_is_the_same_on_every_node() -> None:
+    message = r"cluster\.kernel_cache = kernels: a node has no such place; allowed: a folder from / or ~, or null"
+    with pytest.raises(ConfigError, match=message):
+        compose(["cluster.kernel_cache=kernels"])
+    assert compose(["cluster.kernel_cache=/tmp/kernels"]).cluster.kernel_cache == "/tmp/kernels"
