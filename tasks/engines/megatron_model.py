@@ -110,7 +110,7 @@ def ensure_groups(layout: Layout, on_gpu: bool, rendezvous: str | None, timeout_
         start_groups(layout, on_gpu, rendezvous, timeout_s, seed)
         return
     if not parallel_state.model_parallel_is_initialized():
-        raise EngineError("this process has process groups that are not Megatron's; a trainer needs a process of its own")
+        raise EngineError("this process has groups that are not Megatron's; a trainer needs a process of its own")
     held = Layout(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.schema import Algorithm, Correction, Recipe, Rollout, TorchTrainer
-from tasks.engines.precision_plan import block_spec, plan_linears
+from tasks.engines.precision_plan import plan_linears
 from tasks.engines.protocols import EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
 from tasks.engines.step_inputs import prepare_step, score_metrics, update_batches
 from tasks.engines.torch_attention import scale_heads

@@ -19,8 +19,8 @@ from tasks.numerics.loss import policy_loss
 log = logging.getLogger(__name__)
 
 Evaluate = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
-"""Row numbers, mask `[rows, width]`, whether entropies are wanted: log-probabilities (and entropies) of the tokens under
-the mask, `[selected]` fp32 on the CPU, row-major, with gradient where it is on."""
+"""Row numbers, mask `[rows, width]`, whether entropies are wanted: log-probabilities (and entropies) of the tokens
+under the mask, `[selected]` fp32 on the CPU, row-major, with gradient where it is on."""
 
 Update = Sequence[Tensor]
 """Row numbers of each micro-batch of one optimiser update."""
@@ -59,7 +59,9 @@ class StepParts:
     advance: Callable[[], None]
 
 
-def run_updates(parts: StepParts, step: StepInputs, updates: Sequence[Update], algorithm: Algorithm) -> dict[str, float]:
+def run_updates(
+    parts: StepParts, step: StepInputs, updates: Sequence[Update], algorithm: Algorithm
+) -> dict[str, float]:
     """All updates of a step; returns its metrics."""
     ledger, norms, skipped, empty, clipped = LossLedger(algorithm.entropy_coef > 0), [], 0, 0, 0
     rate = parts.optimizer.learning_rate
