@@ -23,7 +23,7 @@ from tasks.engines.train_step import score_rows
 from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.chunked_logprobs import chunked_logprobs
 from tasks.numerics.kv_scales import PARTS
-from tasks.numerics.packing import PackingRule, micro_batches, pack
+from tasks.numerics.packing import PackedRows, PackingRule, micro_batches, pack
 from tasks.numerics.token_sample import TokenSample
 
 
@@ -31,7 +31,8 @@ from tasks.numerics.token_sample import TokenSample
 class Passes:
     """How rows become forward passes. `packed`: a pass is one sequence of whole rows; else rows padded to its longest.
 
-    The CPU's attention knows no packed sequences. Which rows share a pass is the same either way.
+    The CPU's attention knows no packed sequences, and would need a mask of their total squared. Which rows share a pass
+    is the same either way.
     """
 
     rule: PackingRule
@@ -137,23 +138,41 @@ class MegatronPolicy:
         place, row, column = place[inside], row[inside], column[inside]
         chosen = place[before[row, column]].to(self.passes.device)
         held = packed.to(self.passes.device)
-        longest = int(packed.cu_seqlens_padded.diff().max())
-        sequences = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=held.cu_seqlens,
-            cu_seqlens_kv=held.cu_seqlens,
-            cu_seqlens_q_padded=held.cu_seqlens_padded,
-            cu_seqlens_kv_padded=held.cu_seqlens_padded,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-        return self.model.hidden_states(held.tokens.unsqueeze(0), packed=sequences)[chosen, 0]
+        tokens = held.tokens.unsqueeze(0)
+        if self.passes.device.type == "cuda":
+            return self.model.hidden_states(tokens, packed=_sequences(held))[chosen, 0]
+        return self.model.hidden_states(tokens, _hidden_from(held))[chosen, 0]
 
     def observe(self, observer: CalibrationObserver, rows: TokenRows, sample: TokenSample) -> None:
         """Show the observer Q, K (after norm and rotary embedding) and V of the sampled tokens of all rows."""
         for part in self.passes.parts(rows.lengths)[0]:
             with _watched(self.model, observer, sample.rows(part)):
                 self.hidden_rows(rows, part)
+
+
+def _sequences(packed: PackedRows) -> PackedSeqParams:
+    """As Transformer Engine's attention wants them."""
+    longest = int(packed.cu_seqlens_padded.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=packed.cu_seqlens,
+        cu_seqlens_kv=packed.cu_seqlens,
+        cu_seqlens_q_padded=packed.cu_seqlens_padded,
+        cu_seqlens_kv_padded=packed.cu_seqlens_padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _hidden_from(packed: PackedRows) -> Tensor:
+    """Mask `[1, 1, total, total]`, True where a token is not seen: in another slot, or later.
+
+    Positions then run on through all slots; the rotary embedding depends on distances alone.
+    """
+    place = torch.arange(packed.tokens.numel(), device=packed.tokens.device)
+    slot = torch.bucketize(place, packed.cu_seqlens_padded[1:].to(place.dtype), right=True)
+    seen = (slot.unsqueeze(1) == slot) & (place.unsqueeze(1) >= place)
+    return ~seen[None, None]
 
 
 @contextmanager

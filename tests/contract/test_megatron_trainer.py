@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from tasks.engines.megatron_config import Layout
 from tasks.engines.protocols import EngineError, TokenRows, TrainerEngine
 from tasks.engines.registry import build_trainer
+from tasks.numerics.packing import PackingRule
 from tests.contract.engines import (
     RECIPES,
     ROLLOUT_ENGINES,
@@ -152,6 +154,30 @@ def test_a_long_vocabulary_is_read_in_chunks(benches: tuple[Workbench, Workbench
         benches[1].trainer("bf16", f"trainer.logprob_chunk={size}").score(batch).logprobs for size in (1024, 5)
     )
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_packed_rows_score_and_learn_as_padded_ones(benches: tuple[Workbench, Workbench]) -> None:
+    """Rows of one sequence see nothing of each other, and every value is put back to its own token."""
+    benches[1].trainer("bf16")
+    from tasks.engines.megatron_policy import MegatronPolicy, passes
+
+    config, batch = benches[1].config("bf16", "trainer.micro_batch_size=5"), benches[1].batch("bf16")
+    padded = passes(config.trainer, config.recipe, 1.0)
+    ways = padded, replace(padded, packed=True), replace(padded, packed=True, rule=PackingRule(112, 16, 4))
+    logprobs, gradients = [], []
+    for way in ways:
+        policy = MegatronPolicy(benches[1].model_dir, config.recipe, Layout(), way)
+        parts = way.parts(batch.lengths)[0]
+        assert 1 < len(parts) < len(batch.lengths)
+        logprobs.append(policy.score(batch, parts)[0])
+        for rows in parts:
+            policy.evaluate(batch, rows, batch.response_mask()[rows], False)[0].sum().backward()
+        gradients.append(policy.model.module.decoder.layers[0].self_attention.linear_qkv.weight.grad.float())
+    mask = batch.response_mask()
+    for found, gradient in zip(logprobs[1:], gradients[1:], strict=True):
+        assert torch.equal(found.isnan(), ~mask)
+        assert float((found - logprobs[0])[mask].abs().mean()) < MEGATRON.bf16_error / 2
+        assert float((gradient - gradients[0]).norm()) < 0.03 * float(gradients[0].norm())
 
 
 def test_a_mixture_of_experts_trains_and_continues_bitwise(

@@ -17,12 +17,12 @@ if find_spec("megatron") is None:
 @pytest.mark.timeout(900)
 def test_a_run_trains_with_megatron_under_audit(tmp_path: Path) -> None:
     """With FP8 weights, keys and values in the rollout: export, scales and checkpoint pass through the run."""
-    settings = ["trainer=megatron", "trainer.device=cpu", "recipe=fp8_rollout_kv", "run_name=run"]
+    settings = ["trainer=megatron", "trainer.device=cpu", "recipe=fp8_rollout_kv"]
     base = [setting for setting in SMALL if not setting.startswith("trainer.")]
     settings.append("trainer.tokens_per_micro_batch=512")
-    done = train([*settings, "steps=2"], tmp_path, base=base)
+    done = train([*settings, "run_name=run", "steps=2"], tmp_path, base=base)
     assert done.code == 0, done.out
-    again = train(["resume=run", "steps=3"], tmp_path, base=())
+    again = train([*settings, "resume=run", "steps=3"], tmp_path, base=base)
     assert again.code == 0, again.out
     measured = points(tmp_path, "run")
     mismatch = [values[0] for (name, _), values in measured.items() if name == "mismatch/token_mult_prob_error"]
