@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tasks.engines.megatron_model import MegatronModel
-from tasks.engines.megatron_names import fuse, split
+from tasks.engines.megatron_names import ModelShape, fuse, source_shape, split
 from tasks.engines.protocols import EngineError
+
+if TYPE_CHECKING:
+    from tasks.engines.megatron_model import MegatronModel
 
 _STEP = "step"
 """State of a parameter as a whole; everything else has the parameter's shape."""
@@ -57,16 +60,24 @@ def state_as_megatron(model: MegatronModel, state: Mapping[str, Tensor]) -> dict
     for entry in model.entries:
         held = [kinds.get(name, ()) for name in entry.sources]
         if any(set(other) != set(held[0]) for other in held[1:]):
-            raise EngineError(f"{', '.join(entry.sources)}: their optimiser state differs in kind: {held}")
+            raise EngineError(f"{', '.join(entry.sources)}: optimiser state differs in kind: {held}")
         for kind in held[0]:
             parts = [state[f"{name}.{kind}"] for name in entry.sources]
             if kind != _STEP:
+                _check_shapes(shape, kind, dict(zip(entry.sources, parts, strict=True)))
                 found[f"{entry.name}.{kind}"] = fuse(shape, entry, parts, part.tensor_rank, part.tensor_size)
             elif any(not torch.equal(other, parts[0]) for other in parts[1:]):
                 raise EngineError(f"{', '.join(entry.sources)}: updated {[float(p) for p in parts]} times")
             else:
                 found[f"{entry.name}.{kind}"] = parts[0]
     return found
+
+
+def _check_shapes(shape: ModelShape, kind: str, parts: Mapping[str, Tensor]) -> None:
+    for name, tensor in parts.items():
+        found, wanted = tuple(tensor.shape), source_shape(shape, name)
+        if found != wanted:
+            raise EngineError(f"{name}.{kind}: checkpoint {found}, this optimiser {wanted}")
 
 
 def _kinds(state: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:

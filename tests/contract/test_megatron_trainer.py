@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tasks.engines.megatron_config import Layout
 from tasks.engines.protocols import EngineError, TokenRows, TrainerEngine
@@ -95,6 +96,35 @@ def test_a_checkpoint_holds_the_moments_of_every_weight(benches: tuple[Workbench
         assert weight.dtype == torch.float32
         assert state[f"{name}.exp_avg"].shape == weight.shape and bool(state[f"{name}.exp_avg"].any())
         assert float(state[f"{name}.step"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q_proj.weight.step": torch.tensor(7.0)}, r"q_proj\.weight, .* updated \[7\.0, 1\.0, 1\.0\] times"),
+        ({"k_proj.weight.exp_avg": None}, r"k_proj\.weight, .* optimiser state differs in kind"),
+        (
+            {"w_proj.weight.step": torch.tensor(1.0)},
+            r"w_proj\.weight: optimiser state of a weight that the model lacks",
+        ),
+        ({"o_proj.weight.exp_avg": torch.zeros(2, 2)}, r"o_proj\.weight\.exp_avg: checkpoint \(2, 2\), this"),
+        ({"q_proj.weight.exp_avg": torch.zeros(2, 2)}, r"q_proj\.weight\.exp_avg: checkpoint \(2, 2\), this"),
+    ],
+)
+def test_a_damaged_optimiser_state_is_refused_and_changes_nothing(
+    benches: tuple[Workbench, Workbench], tmp_path: Path, change: dict[str, Tensor | None], message: str
+) -> None:
+    trainer = benches[1].trainer("bf16")
+    _train(trainer, benches[1])
+    trainer.save(tmp_path)
+    file = tmp_path / "optimizer.safetensors"
+    state = load_file(file) | {f"model.layers.1.self_attn.{name}": value for name, value in change.items()}
+    save_file({name: value for name, value in state.items() if value is not None}, file)
+    used = benches[1].trainer("bf16")
+    before = used.report()
+    with pytest.raises(EngineError, match=message):
+        used.load(tmp_path)
+    assert used.report() == before
 
 
 def test_scores_are_close_to_those_of_the_torch_trainer(benches: tuple[Workbench, Workbench]) -> None:
@@ -206,6 +236,7 @@ def test_a_mixture_of_experts_trains_and_continues_bitwise(
 def test_settings_that_are_not_there_yet_are_refused(benches: tuple[Workbench, Workbench]) -> None:
     for option, message in (
         ("trainer.ranks=2", "trainer.ranks = 2: trainer=megatron does not have it yet; allowed: 1"),
+        ("trainer.device=gpu", "trainer.device = gpu: this machine has no CUDA; allowed: cpu"),
         ("trainer.recompute=full", "trainer.recompute = full: .* allowed: selective"),
     ):
         with pytest.raises(EngineError, match=message):
