@@ -61,7 +61,7 @@ def test_exports_are_bitwise_those_of_the_torch_trainer(model: str, tmp_path: Pa
     """BF16 and codes and scales of every recipe, from the same weights."""
     folder = MODELS[model](tmp_path)
     torch_bench, bench = _bench("torch", folder), _bench("megatron", folder)
-    other, trainer = (b_.trainer("bf16") for b_ in (torch_bench, bench))
+    other, trainer = torch_bench.trainer("bf16"), bench.trainer("bf16")
     assert trainer.report().fingerprints == other.report().fingerprints
     for recipe in RECIPES:
         wanted = other.export_weights(torch_bench.recipe(recipe))
@@ -177,8 +177,7 @@ def test_the_learning_rate_falls_as_configured(benches: tuple[Workbench, Workben
     assert [_train(resumed, benches[1])["optim/lr"] for _ in range(2)] == pytest.approx([0.001, 0.001])
 
 
-def test_a_long_vocabulary_is_read_in_chunks(benches: tuple[Workbench, Workbench]) -> None:
-    """Log-probabilities do not depend on how many tokens have logits at a time."""
+def test_scores_do_not_depend_on_the_chunk_of_logits(benches: tuple[Workbench, Workbench]) -> None:
     batch = benches[1].batch("bf16")
     whole, parts = (
         benches[1].trainer("bf16", f"trainer.logprob_chunk={size}").score(batch).logprobs for size in (1024, 5)
