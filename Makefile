@@ -27,31 +27,29 @@ unit: $(VENV)/.test
 	$(BIN)/python -m pytest tests -m "not slow and not gpu"
 
 # What needs vLLM or Megatron, in an environment of its own, so that the one of `make train` stays light: of vLLM the
-# recipes at both ends here, the three between them with the slow tests. Megatron on CPU changes its process, so that its
-# contract has one of its own.
+# recipes at both ends here, the three between them and Megatron with the slow tests. Megatron on CPU changes its process,
+# so that its contract has one of its own.
 BOTH_ENDS := vllm and not fp8_rollout and not (fp8_e2e and not fp8_e2e_kv)
 engines: $(ENGINES_VENV)/.test
-	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" \
-		-k "($(BOTH_ENDS)) or test_megatron_model"
-	$(ENGINES_VENV)/bin/python -m pytest tests/contract -m "not slow and not gpu" -k megatron
+	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" -k "$(BOTH_ENDS)"
 
 test-slow: $(VENV)/.test $(ENGINES_VENV)/.test
 	$(BIN)/python -m pytest tests -m "slow and not gpu"
 	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" \
-		-k "vllm and not ($(BOTH_ENDS))"
+		-k "(vllm and not ($(BOTH_ENDS))) or test_megatron_model"
+	$(ENGINES_VENV)/bin/python -m pytest tests/contract -m "not slow and not gpu" -k megatron
 	$(ENGINES_VENV)/bin/python -m pytest tests/engines -m "slow and not gpu"
 	$(MAKE) --no-print-directory gpu-versions
 
-# The Python code of the versions that GPU machines have (vLLM 0.26, Megatron Core 0.19, torch 2.11), run on CPU: what is
-# vLLM's or Megatron's own, and the contract under the recipe that has everything on. They need Python 3.12.
+# The Python code of the versions that GPU machines have (vLLM 0.26, torch 2.11), run on CPU: what is vLLM's own, and the
+# contract under the recipe that has everything on. They need Python 3.12.
 gpu-versions:
 	@if reason=$$(bash infra/find_python.sh 3.12 2>&1 >/dev/null); then \
 		$(MAKE) --no-print-directory $(GPU_VERSIONS_VENV)/.test && \
 		$(GPU_VERSIONS_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" \
-			-k "(vllm and (fp8_e2e_kv or test_vllm_ or rounds_keys)) or test_megatron_model" && \
-		$(GPU_VERSIONS_VENV)/bin/python -m pytest tests/contract -m "not slow and not gpu" -k megatron; \
+			-k "vllm and (fp8_e2e_kv or test_vllm_ or rounds_keys)"; \
 	else \
-		echo "gpu-versions: SKIPPED, $$reason: vLLM 0.26, Megatron Core 0.19 and torch 2.11 were not tested"; \
+		echo "gpu-versions: SKIPPED, $$reason: vLLM 0.26 and torch 2.11 were not tested"; \
 	fi
 
 # The table of recipes in the README: 5 recipes x 3 seeds, about 15 minutes on 2 cores.
