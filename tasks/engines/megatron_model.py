@@ -101,6 +101,28 @@ def start_groups(layout: Layout, on_gpu: bool, rendezvous: str | None, timeout_s
     model_parallel_cuda_manual_seed(seed)
 
 
+def ensure_groups(layout: Layout, on_gpu: bool, rendezvous: str | None, timeout_s: float, seed: int) -> None:
+    """`start_groups`, unless this process has started them for the same layout already.
+
+    `EngineError` in a process whose groups are others.
+    """
+    if not dist.is_initialized():
+        start_groups(layout, on_gpu, rendezvous, timeout_s, seed)
+        return
+    if not parallel_state.model_parallel_is_initialized():
+        raise EngineError("this process has groups that are not Megatron's; a trainer needs a process of its own")
+    held = Layout(
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        context=parallel_state.get_context_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_world_size(),
+        data=parallel_state.get_data_parallel_world_size(),
+        rank=dist.get_rank(),
+    )
+    if held != layout:
+        raise EngineError(f"this process has groups for {held}; a trainer with {layout} needs a process of its own")
+
+
 def stop_groups() -> None:
     """Leave the groups of `start_groups`."""
     parallel_state.destroy_model_parallel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tasks.engines.megatron_names import Entry, ModelShape, Shape, check_names, fuse, hf_shapes
+from tasks.engines.megatron_names import ModelShape, Shape, check_names, fuse, hf_shapes
 from tasks.engines.protocols import EngineError
 
 if TYPE_CHECKING:
@@ -34,15 +35,22 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
     return files
 
 
+@torch.no_grad()
 def load_weights(model: MegatronModel, folder: Path) -> None:
-    """Fill the rank's parameters from the folder; only the tensors of one parameter are held beside them.
-
-    Every rank checks the names and shapes of the whole checkpoint before anything is copied: `EngineError` names what
-    is missing, unknown or of another shape. Weights are rounded to the model's dtype.
-    """
-    shape, files = model.plan.shape, checkpoint_files(folder)
-    check_checkpoint(shape, folder, files)
+    """Fill the rank's parameters from the folder, rounded to the model's dtype; see `read_parameters`."""
     parameters = dict(model.module.named_parameters())
+    for name, tensor in read_parameters(model, folder):
+        parameters[name].copy_(tensor)
+
+
+def read_parameters(model: MegatronModel, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The rank's parameters from the folder, by Megatron's names, in the dtype of the files.
+
+    Only the tensors of one parameter are held at a time. Every rank checks the names and shapes of the whole checkpoint
+    before the first is given: `EngineError` names what is missing, unknown or of another shape.
+    """
+    shape, part, files = model.plan.shape, model.part, checkpoint_files(folder)
+    check_checkpoint(shape, folder, files)
     wanted = {source: entry for entry in model.entries for source in entry.sources}
     held: dict[str, Tensor] = {}
     for file in files:
@@ -53,12 +61,8 @@ def load_weights(model: MegatronModel, folder: Path) -> None:
                     continue
                 held[name] = tensors.get_tensor(name)
                 if all(source in held for source in entry.sources):
-                    _fill(model, parameters[entry.name], entry, [held.pop(source) for source in entry.sources])
-
-
-@torch.no_grad()
-def _fill(model: MegatronModel, parameter: Tensor, entry: Entry, sources: list[Tensor]) -> None:
-    parameter.copy_(fuse(model.plan.shape, entry, sources, model.part.tensor_rank, model.part.tensor_size))
+                    sources = [held.pop(source) for source in entry.sources]
+                    yield entry.name, fuse(shape, entry, sources, part.tensor_rank, part.tensor_size)
 
 
 def check_checkpoint(shape: ModelShape, folder: Path, files: tuple[Path, ...]) -> None:

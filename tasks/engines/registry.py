@@ -54,11 +54,10 @@ def build_trainer(config: RunConfig, model_dir: Path) -> TrainerEngine:
 
 def _megatron_trainer(config: RunConfig, model_dir: Path) -> TrainerEngine:
     try:
-        engine = import_module("tasks.engines.megatron_trainer")
+        trainer: TrainerEngine = import_module("tasks.engines.megatron_trainer").build(config, model_dir)
     except ModuleNotFoundError as error:
         raise EngineError(
             f"trainer=megatron needs Megatron Core in the worker's environment ({error}); it comes with the extra "
             "engines-cpu (CPU) or gpu"
         ) from error
-    trainer: TrainerEngine = engine.build(config, model_dir)
     return trainer

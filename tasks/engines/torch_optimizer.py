@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from conf.schema import Optimizer
 from tasks.engines.optimizer_memory import optimizer_bytes
 from tasks.engines.optimizer_rules import UpdateRule, new_rule, split_state
 from tasks.engines.protocols import EngineError
+from tasks.numerics.lr_schedule import LearningRate
 
 _GB = 1e9
 
@@ -80,10 +81,17 @@ class PolicyOptimizer:
     `updates` counts the updates that were applied.
     """
 
-    def __init__(self, compute: dict[str, Parameter], authoritative: dict[str, Parameter], settings: Optimizer) -> None:
+    def __init__(
+        self,
+        compute: dict[str, Parameter],
+        authoritative: dict[str, Parameter],
+        settings: Optimizer,
+        rate: LearningRate | None = None,
+    ) -> None:
         self._compute = compute
         self._weights = authoritative
         self._settings = settings
+        self._rate = LearningRate(settings.learning_rate, settings.warmup_steps) if rate is None else rate
         self._rule: UpdateRule = new_rule(authoritative, settings)
         self._gradients = GradientAccumulator(compute)
         self.updates = 0
@@ -101,10 +109,8 @@ class PolicyOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next update: linear warm-up, then constant."""
-        warmup = self._settings.warmup_steps
-        factor = min(1.0, (self.updates + 1) / warmup) if warmup else 1.0
-        return self._settings.learning_rate * factor
+        """Learning rate of the next update."""
+        return self._rate.at(self.updates)
 
     def step(self) -> UpdateOutcome:
         """Clip and update with what accumulated; a non-finite gradient is dropped and reported, weights stay."""
@@ -134,18 +140,7 @@ class PolicyOptimizer:
 
         Raises `EngineError`, and changes nothing, unless names, shapes and types match exactly.
         """
-        if weights.keys() != self._weights.keys():
-            raise EngineError(
-                f"checkpoint and model differ in weights: {sorted(weights.keys() ^ self._weights.keys())[:3]}"
-            )
-        for name, parameter in self._weights.items():
-            found = weights[name]
-            if found.shape != parameter.shape:
-                raise EngineError(f"{name}: checkpoint {tuple(found.shape)}, model {tuple(parameter.shape)}")
-            if found.dtype != parameter.dtype:
-                raise EngineError(
-                    f"{name}: checkpoint {found.dtype}, optimiser {parameter.dtype}: trainer.optimizer.weights differs"
-                )
+        check_weights(weights, self._weights)
         self._rule.load(split_state(self._rule, self._weights, state))
         for name, parameter in self._weights.items():
             parameter.copy_(weights[name])
@@ -163,21 +158,38 @@ class PolicyOptimizer:
         }
 
 
+def check_weights(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """`EngineError` unless a checkpoint's weights have the names, shapes and types of the optimiser's `wanted`."""
+    if found.keys() != wanted.keys():
+        raise EngineError(f"checkpoint and model differ in weights: {sorted(found.keys() ^ wanted.keys())[:3]}")
+    for name, weight in wanted.items():
+        if found[name].shape != weight.shape:
+            raise EngineError(f"{name}: checkpoint {tuple(found[name].shape)}, model {tuple(weight.shape)}")
+        if found[name].dtype != weight.dtype:
+            raise EngineError(
+                f"{name}: checkpoint {found[name].dtype}, optimiser {weight.dtype}: trainer.optimizer.weights differs"
+            )
+
+
 def build_optimizer(
-    compute: dict[str, Parameter], load_master: Callable[[], dict[str, Tensor]], settings: Optimizer
+    compute: dict[str, Parameter],
+    load_master: Callable[[], dict[str, Tensor]],
+    settings: Optimizer,
+    rate: LearningRate | None = None,
 ) -> PolicyOptimizer:
     """The optimiser that `settings` name, for the model's parameters `compute`.
 
     `load_master` gives the fp32 weights by name and is called for `weights: fp32_master` only. The other two update
-    BF16 parameters in place, and raise `EngineError` for parameters of another dtype.
+    BF16 parameters in place, and raise `EngineError` for parameters of another dtype. `rate` None: a linear warm-up to
+    the settings' learning rate, then constant.
     """
     if settings.weights == "fp32_master":
         start = load_master()
         masters = {name: Parameter(start[name].to(torch.float32).clone()) for name in compute}
-        return PolicyOptimizer(compute, masters, settings)
+        return PolicyOptimizer(compute, masters, settings, rate)
     for name, parameter in compute.items():
         if parameter.dtype is not torch.bfloat16:
             raise EngineError(
                 f"trainer.optimizer.weights = {settings.weights} needs BF16 weights, {name} is {parameter.dtype}"
             )
-    return PolicyOptimizer(compute, compute, settings)
+    return PolicyOptimizer(compute, compute, settings, rate)

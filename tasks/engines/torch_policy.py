@@ -14,6 +14,7 @@ from tasks.engines.protocols import RolloutBatch
 from tasks.engines.torch_attention import WholeSequenceAttention, install_hook
 from tasks.engines.torch_linears import use_fp8_training
 from tasks.engines.torch_models import check_plain_head, forward_hidden, head_logits, loaded_model
+from tasks.engines.train_step import score_rows
 from tasks.numerics.logprobs import token_entropy, token_logprobs
 
 
@@ -45,20 +46,6 @@ class TorchPolicy:
         selected = token_logprobs(logits, tokens[mask], self._temperature)
         return selected, token_entropy(logits, self._temperature) if entropy else None
 
-    @torch.no_grad()
     def score(self, batch: RolloutBatch, parts: Iterable[Tensor]) -> tuple[Tensor, float]:
-        """Log-probabilities `[samples, width]`, NaN off the response, and the mean entropy of the response tokens.
-
-        `parts`: row numbers of each forward pass.
-        """
-        mask = batch.response_mask()
-        logprobs, entropies = torch.full(mask.shape, float("nan")), []
-        for rows in parts:
-            valid = mask[rows]
-            part = torch.full(valid.shape, float("nan"))
-            part[valid], entropy = self.evaluate(batch.tokens[rows], valid, entropy=True)
-            assert entropy is not None
-            logprobs[rows] = part
-            entropies.append(entropy)
-        together = torch.cat(entropies).to(torch.float64)
-        return logprobs, float(together.mean()) if together.numel() else 0.0
+        """See `tasks.engines.train_step.score_rows`."""
+        return score_rows(batch, parts, lambda rows, mask, entropy: self.evaluate(batch.tokens[rows], mask, entropy))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import math
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.schema import Algorithm, Correction, Recipe, Rollout, TorchTrainer
-from tasks.engines.precision_plan import block_spec, plan_linears, scale_name
-from tasks.engines.protocols import EngineError, EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
-from tasks.engines.step_inputs import LossLedger, StepInputs, objective_of, prepare_step, score_metrics, update_batches
+from tasks.engines.precision_plan import plan_linears
+from tasks.engines.protocols import EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
+from tasks.engines.step_inputs import prepare_step, score_metrics, update_batches
 from tasks.engines.torch_attention import scale_heads
 from tasks.engines.torch_linears import (
     Fp8TrainingLinear,
@@ -28,17 +25,21 @@ from tasks.engines.torch_linears import (
 from tasks.engines.torch_models import forward_hidden, loaded_model, weights
 from tasks.engines.torch_optimizer import build_optimizer
 from tasks.engines.torch_policy import TorchPolicy
+from tasks.engines.train_step import StepParts, run_updates
+from tasks.engines.trainer_state import (
+    OPTIMIZER,
+    WEIGHTS,
+    TrainerState,
+    export_payload,
+    read_state,
+    write_state,
+)
 from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.fingerprint import combine, fingerprints
-from tasks.numerics.fp8 import quantize_weight_as
-from tasks.numerics.kv_scales import CalibrationError, Scales, scale_faults, scales_from_json, scales_to_json
-from tasks.numerics.loss import policy_loss
+from tasks.numerics.kv_scales import Scales
 from tasks.numerics.token_sample import sample_tokens
 
-log = logging.getLogger(__name__)
-
-_WEIGHTS, _OPTIMIZER, _AMAX = "weights.safetensors", "optimizer.safetensors", "amax.safetensors"
-_STATE = "trainer.json"
+_AMAX = "amax.safetensors"
 
 
 @dataclass(frozen=True)
@@ -82,18 +83,9 @@ class TorchTrainerEngine:
         return self._version
 
     def export_weights(self, recipe: Recipe) -> SyncPayload:
-        spec = block_spec(recipe.rollout_linears)
         model = self._policy.model
-        quantized = {f"{name}.weight" for name in plan_linears(model, recipe.rollout_linears).quantized}
-        tensors: dict[str, Tensor] = {}
-        for name, weight in weights(model).items():
-            if name in quantized:
-                q = quantize_weight_as(name, weight, spec.weight_format)
-                tensors[name], tensors[scale_name(name)] = q.codes, q.scales
-            else:
-                tensors[name] = weight.clone()
-        scales = dict(self._scales) if recipe.kv.quantized else {}
-        return SyncPayload(self._version, tensors, scales, fingerprints(tensors))
+        quantized = plan_linears(model, recipe.rollout_linears).quantized
+        return export_payload(recipe, self._version, weights(model), quantized, self._scales)
 
     def _batches(self, batch: RolloutBatch) -> tuple[tuple[Tensor, ...], ...]:
         samples = batch.tokens.shape[0]
@@ -105,53 +97,18 @@ class TorchTrainerEngine:
         return Scores(logprobs, metrics | {"policy/entropy": entropy})
 
     def train(self, batch: RolloutBatch, logprobs: Tensor, advantages: Tensor) -> dict[str, float]:
-        spec = self._spec
+        spec, reference = self._spec, self._reference
         limit = spec.rollout.max_new_tokens
         step = prepare_step(batch, logprobs, advantages, spec.algorithm, spec.correction, limit)
-        ledger, norms, skipped, empty, clipped = LossLedger(spec.algorithm.entropy_coef > 0), [], 0, 0, 0
-        rate = self._optimizer.learning_rate
-        updates = self._batches(batch)
-        for update in updates:
-            if not bool(step.kept[torch.cat(update)].any()):
-                empty += 1
-                continue
-            # Scored here, not once for all: under delayed scaling the scales move with each update.
-            reference = None if self._reference is None else self._reference.score(batch, update)[0]
-            for rows in update:
-                self._accumulate(batch.tokens[rows], step, rows, reference, ledger)
-            outcome = self._optimizer.step()
-            advance_delayed(self._policy.model)
-            norms.append(outcome.grad_norm)
-            rate = outcome.learning_rate
-            clipped += outcome.clipped_weights
-            if outcome.skipped:
-                skipped += 1
-                log.warning("update %d is skipped: its gradient norm is %s", self._optimizer.updates, outcome.grad_norm)
-        self._version += 1
-        return (
-            step.metrics
-            | ledger.metrics(len(updates) - empty, int(step.kept.sum()))
-            | {
-                "optim/grad_norm": _mean_norm(norms),
-                "optim/lr": rate,
-                "optim/skipped_steps": float(skipped),
-                "optim/empty_updates": float(empty),
-                "optim/clipped_weights": float(clipped),
-                **self._optimizer.memory(),
-            }
+        parts = StepParts(
+            lambda rows, mask, entropy: self._policy.evaluate(batch.tokens[rows], mask, entropy),
+            self._optimizer,
+            None if reference is None else lambda update: reference.score(batch, update)[0],
+            lambda: advance_delayed(self._policy.model),
         )
-
-    def _accumulate(
-        self, tokens: Tensor, step: StepInputs, rows: Tensor, reference: Tensor | None, ledger: LossLedger
-    ) -> None:
-        """Forward and backward of one micro-batch; gradients add up until the optimiser's step."""
-        if not bool(step.kept[rows].any()):
-            return
-        wants_entropy = self._spec.algorithm.entropy_coef > 0
-        logprobs, entropy = self._policy.evaluate(tokens, step.kept[rows], wants_entropy)
-        out = policy_loss(step.loss_inputs(rows, logprobs, reference, entropy), objective_of(self._spec.algorithm))
-        out.loss.backward()
-        ledger.add(out.sums, out.counts, out.maxima)
+        metrics = run_updates(parts, step, self._batches(batch), spec.algorithm)
+        self._version += 1
+        return metrics
 
     @torch.no_grad()
     def calibrate(self, rows: TokenRows) -> dict[str, float]:
@@ -192,46 +149,17 @@ class TorchTrainerEngine:
         )
 
     def save(self, directory: Path) -> None:
-        save_file({n: t.contiguous() for n, t in self._optimizer.weights().items()}, directory / _WEIGHTS)
-        save_file(self._optimizer.state_tensors(), directory / _OPTIMIZER)
+        save_file({n: t.contiguous() for n, t in self._optimizer.weights().items()}, directory / WEIGHTS)
+        save_file(self._optimizer.state_tensors(), directory / OPTIMIZER)
         save_file(delayed_state(self._policy.model), directory / _AMAX)
-        state = {
-            "version": self._version,
-            "reference": self._reference_print,
-            "updates": self._optimizer.updates,
-            # float.hex keeps every bit and cannot be rounded by a JSON reader.
-            "scales": scales_to_json(self._scales),
-        }
-        (directory / _STATE).write_text(json.dumps(state, indent=1, sort_keys=True))
+        write_state(
+            directory, TrainerState(self._version, self._reference_print, self._optimizer.updates, self._scales)
+        )
 
     def load(self, directory: Path) -> None:
-        absent = [name for name in (_WEIGHTS, _OPTIMIZER, _AMAX, _STATE) if not (directory / name).is_file()]
-        if absent:
-            raise EngineError(f"{directory} is no checkpoint of this engine: it lacks {', '.join(absent)}")
-        state = json.loads((directory / _STATE).read_text())
-        if state["reference"] != self._reference_print:
-            raise EngineError(
-                f"{directory}: the KL term's reference policy was {state['reference']}, and the starting weights here "
-                f"are {self._reference_print}: a continued run needs the model that it started from"
-            )
-        scales = self._written_scales(directory, state["scales"])
-        load_delayed_state(self._policy.model, load_file(directory / _AMAX))
-        self._optimizer.load(load_file(directory / _WEIGHTS), load_file(directory / _OPTIMIZER), state["updates"])
-        self._version, self._scales = state["version"], scales
-
-    def _written_scales(self, directory: Path, written: dict[str, str | list[str]]) -> Scales:
-        try:
-            scales = scales_from_json(written)
-        except CalibrationError as error:
-            raise EngineError(f"{directory / _STATE}: {error}") from error
         heads = scale_heads(self._policy.model, self._spec.recipe.calibration)
-        faults = scale_faults(scales, self._policy.layers, heads) if scales else ()
-        if faults:
-            raise EngineError(f"{directory}: the Q/K/V scales do not fit this model and recipe: {faults[0]}")
-        return scales
-
-
-def _mean_norm(norms: list[float]) -> float:
-    """Mean of the finite norms, so that one skipped update does not hide the others; 0 for no update at all."""
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    return sum(finite) / len(finite) if finite else math.fsum(norms[:1])
+        files = (WEIGHTS, OPTIMIZER, _AMAX)
+        state = read_state(directory, files, self._reference_print, self._policy.layers, heads)
+        load_delayed_state(self._policy.model, load_file(directory / _AMAX))
+        self._optimizer.load(load_file(directory / WEIGHTS), load_file(directory / OPTIMIZER), state.updates)
+        self._version, self._scales = state.version, state.scales

@@ -26,7 +26,7 @@ class LearningRate:
         """Of the update that follows `done` updates (>= 0)."""
         number = done + 1
         if number <= self.warmup:
-            return self.peak * number / self.warmup
+            return self.peak * (number / self.warmup)
         if self.shape == "constant" or self.end is None:
             return self.peak
         progress = min(1.0, (number - self.warmup) / (self.end - self.warmup))

@@ -83,7 +83,9 @@ class Engine:
     room where BF16 values are rounded at other places than in the reference's model code, since a last bit before
     rounding to E4M3 moves a value by a whole step. `sampler`: how a seed decides. `head_scales`: whether Q/K/V scales
     may be one a head; an engine without refuses such a recipe. `spare_positions` it needs behind a sequence whose
-    log-probabilities are asked for. `settings` besides `PINNED`.
+    log-probabilities are asked for. `settings` besides `PINNED`. `row_tokens`: for a trainer whose micro-batches are
+    counted in tokens, how many stand for a row; None where they are counted in rows. `fp8_training`: whether it trains
+    in FP8 here; tests that need it are skipped without.
     """
 
     name: str
@@ -93,6 +95,8 @@ class Engine:
     head_scales: bool = True
     spare_positions: int = 0
     settings: Mapping[str, str] = field(default_factory=dict)
+    row_tokens: int | None = None
+    fp8_training: bool = True
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
@@ -111,7 +115,22 @@ ROLLOUT_ENGINES = (
         marks=(_WITHOUT_VLLM,),
     ),
 )
-TRAINER_ENGINES = (Engine("torch", bf16_error=0.02, fp8_error=0.05),)
+_WITHOUT_MEGATRON = pytest.mark.skipif(
+    find_spec("megatron") is None, reason="Megatron Core is not installed (extra engines-cpu)"
+)
+
+TRAINER_ENGINES = (
+    Engine("torch", bf16_error=0.02, fp8_error=0.05),
+    Engine(
+        "megatron",
+        bf16_error=0.02,
+        fp8_error=0.05,
+        settings={"trainer.device": "cpu"},
+        row_tokens=20,
+        fp8_training=False,
+        marks=(_WITHOUT_MEGATRON,),
+    ),
+)
 
 
 def engine_params(engines: tuple[Engine, ...]) -> list[Any]:
@@ -187,12 +206,22 @@ class Workbench:
             "rollout": self.rollout_engine.name,
             "trainer": self.trainer_engine.name,
         }
-        settings |= self.rollout_engine.settings
+        settings |= self.rollout_engine.settings | self.trainer_engine.settings
         settings |= dict(override.split("=", 1) for override in overrides)
+        if recipe in FP8_TRAINING and not self.trainer_engine.fp8_training:
+            pytest.skip(f"trainer={self.trainer_engine.name} trains in FP8 on a GPU only")
+        if self.trainer_engine.row_tokens is not None:
+            rows = int(settings.pop("trainer.micro_batch_size"))
+            settings["trainer.tokens_per_micro_batch"] = str(rows * self.trainer_engine.row_tokens)
         key = tuple(f"{name}={value}" for name, value in settings.items())
         if key not in self._configs:
             self._configs[key] = compose(key)
         return self._configs[key]
+
+    @property
+    def full_recipe(self) -> str:
+        """The recipe that has on what the trainer can."""
+        return "fp8_e2e_kv" if self.trainer_engine.fp8_training else "fp8_rollout_kv"
 
     def recipe(self, recipe: str, *overrides: str) -> Recipe:
         return self.config(recipe, *overrides).recipe

@@ -44,7 +44,7 @@ def test_a_saved_and_loaded_trainer_continues_bitwise(trainers: Workbench, recip
 
 def test_loading_replaces_all_state_of_a_used_trainer(trainers: Workbench, tmp_path: Path) -> None:
     """Back to version 0: neither moments nor scales of the abandoned steps stay."""
-    recipe = "fp8_e2e_kv"
+    recipe = trainers.full_recipe
     fresh, used = trainers.trainer(recipe), trainers.trainer(recipe)
     fresh.save(tmp_path)
     for _ in range(2):
@@ -56,11 +56,12 @@ def test_loading_replaces_all_state_of_a_used_trainer(trainers: Workbench, tmp_p
 
 
 def test_saving_changes_nothing(trainers: Workbench, tmp_path: Path) -> None:
-    trainer, other = trainers.trainer("fp8_e2e_kv"), trainers.trainer("fp8_e2e_kv")
-    _step(trainer, trainers, "fp8_e2e_kv")
-    _step(other, trainers, "fp8_e2e_kv")
+    recipe = trainers.full_recipe
+    trainer, other = trainers.trainer(recipe), trainers.trainer(recipe)
+    _step(trainer, trainers, recipe)
+    _step(other, trainers, recipe)
     trainer.save(tmp_path)
-    assert _step(trainer, trainers, "fp8_e2e_kv") == _step(other, trainers, "fp8_e2e_kv")
+    assert _step(trainer, trainers, recipe) == _step(other, trainers, recipe)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +132,10 @@ def test_one_set_of_weights_exports_under_every_recipe(trainers: Workbench) -> N
 def test_an_untied_head_is_exported_and_never_quantised(trainers: Workbench, tmp_path: Path) -> None:
     folder = make_model(tmp_path, tie_word_embeddings=False)
     bench = Workbench(trainers.rollout_engine, trainers.trainer_engine, folder)
-    payload = bench.payload("fp8_e2e_kv")
+    recipe = bench.full_recipe
+    payload = bench.payload(recipe)
     assert payload.tensors["lm_head.weight"].dtype == torch.bfloat16
-    report = bench.rollout("fp8_e2e_kv").report()
+    report = bench.rollout(recipe).report()
     assert report.fingerprints == payload.fingerprints
     assert report.quantized_linears == linears_of(0, 1)
 

@@ -1,0 +1,74 @@
+"""Building the Megatron trainer: what must hold before Megatron or Transformer Engine is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from conf.schema import MegatronTrainer, Recipe, RunConfig
+from tasks.engines.megatron_config import Layout, precision_arguments
+from tasks.engines.protocols import EngineError, TrainerEngine
+
+_TIMEOUT_S, _SEED = 600.0, 1
+
+
+def check_settings(trainer: MegatronTrainer, recipe: Recipe) -> None:
+    """`EngineError` for settings that this engine does not have yet."""
+    refused = {
+        "ranks": (trainer.ranks, 1),
+        "recompute": (trainer.recompute, "selective"),
+        "offload": (trainer.offload, False),
+        "optimizer.state": (trainer.optimizer.state, "fp32"),
+    }
+    if trainer.device == "gpu":
+        refused["deterministic"] = (trainer.deterministic, False)
+    for key, (value, allowed) in refused.items():
+        if value != allowed:
+            raise EngineError(f"trainer.{key} = {value}: trainer=megatron does not have it yet; allowed: {allowed}")
+    linears = recipe.training_linears
+    if linears.quantized and linears.scaling == "tensor_delayed":
+        raise EngineError(
+            "recipe.training_linears.scaling = tensor_delayed: trainer=megatron does not save its history of amax yet; "
+            "allowed: block, tensor, mxfp8"
+        )
+
+
+def build(config: RunConfig, model_dir: Path) -> TrainerEngine:
+    """The engine of a run with `trainer=megatron`, in this process.
+
+    `ModuleNotFoundError` without Megatron Core; `EngineError` for what does not run here, and for variables of the
+    environment that Transformer Engine has read with another value.
+    """
+    trainer, recipe = config.trainer, config.recipe
+    assert isinstance(trainer, MegatronTrainer)
+    check_settings(trainer, recipe)
+    on_gpu = trainer.device == "gpu"
+    if on_gpu and not torch.cuda.is_available():
+        raise EngineError("trainer.device = gpu: this machine has no CUDA; allowed: cpu, for tests")
+    _prepare_environment(dict(precision_arguments(recipe, on_gpu).environment))
+    torch.set_num_threads(trainer.threads)
+    from tasks.engines import megatron_cpu
+
+    if not on_gpu:
+        megatron_cpu.install()
+    from tasks.engines.megatron_engine import MegatronSpec, MegatronTrainerEngine
+    from tasks.engines.megatron_model import ensure_groups
+
+    layout = Layout()
+    ensure_groups(layout, on_gpu, None, _TIMEOUT_S, _SEED)
+    return MegatronTrainerEngine(
+        model_dir, MegatronSpec(recipe, config.algorithm, config.correction, trainer, config.rollout), layout
+    )
+
+
+def _prepare_environment(wanted: dict[str, str]) -> None:
+    for name, value in wanted.items():
+        if "transformer_engine" in sys.modules and os.environ.get(name, "0") != value:
+            raise EngineError(
+                f"{name} = {os.environ.get(name)}: the recipe needs {value}, and Transformer Engine has been loaded in "
+                "this process"
+            )
+        os.environ[name] = value
