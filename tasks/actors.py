@@ -139,6 +139,7 @@ class TrainerActor:
         payload = self._engine.export_weights(recipe)
         exported = time.perf_counter()
         sent = send(payload, RolloutLink(rollout, timeout_s), buffer_mb * 2**20)
+        self._engine.offload()
         metrics = {
             "time/sync_export_s": exported - start,
             "time/sync_transfer_s": time.perf_counter() - exported,

@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig
 
-from conf.schema import Recipe
+from conf.schema import MegatronTrainer, Recipe
 from tasks.engines.megatron_names import ModelShape
 from tasks.engines.protocols import EngineError
 
@@ -225,6 +225,15 @@ def check_kept_layers(shape: ModelShape, layout: Layout, recipe: Recipe) -> None
                 f"recipe.training_linears.{key} = {kept}: a pipeline stage has {limit} of the {shape.layers} layers; "
                 f"allowed: 0 to {limit}"
             )
+
+
+def execution_arguments(trainer: MegatronTrainer) -> dict[str, Any]:
+    """Megatron's arguments for how passes run.
+
+    The attention of Transformer Engine recomputes its inside in any case, so that selective needs nothing more.
+    """
+    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return (whole if trainer.recompute == "full" else {}) | {"deterministic_mode": trainer.deterministic}
 
 
 def precision_arguments(recipe: Recipe, on_gpu: bool) -> Precision:

@@ -19,6 +19,7 @@ from tasks.engines.megatron_config import Layout
 from tasks.engines.megatron_model import hf_tensors
 from tasks.engines.megatron_policy import MegatronPolicy, passes
 from tasks.engines.megatron_weights import read_parameters
+from tasks.engines.offload import HostCopies
 from tasks.engines.plan import folder_shape
 from tasks.engines.precision_plan import plan_linears
 from tasks.engines.protocols import EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
@@ -83,6 +84,7 @@ class MegatronTrainerEngine:
             self._reference_print = combine(fingerprints(dict(hf_tensors(self._reference.model))))
         self._scales: Scales = {}
         self._version = 0
+        self._models, self._masters = HostCopies(), HostCopies()
 
     @property
     def version(self) -> int:
@@ -94,11 +96,38 @@ class MegatronTrainerEngine:
         by_layer = self._spec.recipe.calibration.granularity == "layer"
         return None if by_layer else self._policy.model.plan.shape.groups
 
+    def offload(self) -> None:
+        """See the protocol; with `trainer.offload` only."""
+        if self._spec.trainer.offload:
+            self._put_masters_away()
+            if not self._models.away:
+                for policy in self._policies():
+                    policy.forget()
+                self._models.take(x for policy in self._policies() for x in policy.model.module.parameters())
+
+    def _put_masters_away(self) -> None:
+        if not self._masters.away:
+            self._masters.take(self._optimizer.tensors())
+
+    def _policies(self) -> tuple[MegatronPolicy, ...]:
+        return (self._policy,) if self._reference is None else (self._policy, self._reference)
+
+    def _fetch(self, masters: bool) -> None:
+        """Have the models on the device, and masters and moments too if they are wanted."""
+        self._models.give_back()
+        if masters:
+            self._masters.give_back()
+
     def export_weights(self, recipe: Recipe) -> SyncPayload:
+        if self._spec.trainer.offload:
+            # A rollout engine on the same device needs the room from here on.
+            self._put_masters_away()
+        self._fetch(masters=False)
         quantized = plan_linears(self._shape, recipe.rollout_linears).quantized
         return export_payload(recipe, self._version, dict(hf_tensors(self._policy.model)), quantized, self._scales)
 
     def score(self, batch: RolloutBatch) -> Scores:
+        self._fetch(masters=False)
         logprobs, entropy = self._policy.score(batch, chain(*self._parts(batch)))
         metrics = score_metrics(batch, logprobs, self._spec.correction)
         return Scores(logprobs, metrics | {"policy/entropy": entropy})
@@ -107,6 +136,7 @@ class MegatronTrainerEngine:
         return self._policy.passes.parts(batch.lengths, self._spec.algorithm.updates_per_step)
 
     def train(self, batch: RolloutBatch, logprobs: Tensor, advantages: Tensor) -> dict[str, float]:
+        self._fetch(masters=True)
         spec, reference = self._spec, self._reference
         limit = spec.rollout.max_new_tokens
         step = prepare_step(batch, logprobs, advantages, spec.algorithm, spec.correction, limit)
@@ -114,7 +144,7 @@ class MegatronTrainerEngine:
             lambda rows, mask, entropy: self._policy.evaluate(batch, rows, mask, entropy),
             self._optimizer,
             None if reference is None else lambda update: reference.score(batch, update)[0],
-            lambda: None,
+            self._policy.refresh,
         )
         metrics = run_updates(parts, step, self._parts(batch), spec.algorithm)
         self._version += 1
@@ -122,6 +152,7 @@ class MegatronTrainerEngine:
 
     @torch.no_grad()
     def calibrate(self, rows: TokenRows) -> dict[str, float]:
+        self._fetch(masters=False)
         policy = self._spec.recipe.calibration
         limit, width = policy.max_tokens_per_sequence, rows.tokens.shape[1]
         observer = CalibrationObserver(
@@ -139,6 +170,7 @@ class MegatronTrainerEngine:
         return result.metrics
 
     def report(self) -> EngineReport:
+        self._fetch(masters=True)
         # Megatron's configuration, as the live modules hold it, decides what computes in FP8.
         live = bool(self._policy.model.module.config.fp8)
         fp8 = plan_linears(self._shape, self._spec.recipe.training_linears).quantized if live else ()
@@ -154,12 +186,14 @@ class MegatronTrainerEngine:
         )
 
     def save(self, directory: Path) -> None:
+        self._fetch(masters=True)
         model, optimizer = self._policy.model, self._optimizer
         save_file(named_as_hf(model, optimizer.weights()), directory / WEIGHTS)
         save_file(state_as_hf(model, optimizer.state_tensors()), directory / OPTIMIZER)
         write_state(directory, TrainerState(self._version, self._reference_print, optimizer.updates, self._scales))
 
     def load(self, directory: Path) -> None:
+        self._fetch(masters=True)
         model, optimizer = self._policy.model, self._optimizer
         files = (WEIGHTS, OPTIMIZER)
         state = read_state(directory, files, self._reference_print, self._policy.layers, self._scale_heads)
@@ -167,4 +201,5 @@ class MegatronTrainerEngine:
         check_weights(weights, named_as_hf(model, optimizer.weights()))
         moments = state_as_megatron(model, load_file(directory / OPTIMIZER))
         optimizer.load(named_as_megatron(model, weights), moments, state.updates)
+        self._policy.refresh()
         self._version, self._scales = state.version, state.scales

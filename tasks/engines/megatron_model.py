@@ -7,7 +7,7 @@ On a GPU with Transformer Engine's layers, on a CPU with Megatron's own in plain
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -162,7 +162,12 @@ def _expert_arguments(plan: ModelPlan, on_gpu: bool) -> dict[str, Any]:
 
 
 def transformer_config(
-    plan: ModelPlan, layout: Layout, precision: Precision, on_gpu: bool, dtype: torch.dtype
+    plan: ModelPlan,
+    layout: Layout,
+    precision: Precision,
+    on_gpu: bool,
+    dtype: torch.dtype,
+    execution: Mapping[str, Any],
 ) -> TransformerConfig:
     """Megatron's configuration. No dropout, no load-balancing loss, nothing initialised: weights are loaded."""
     shape = plan.shape
@@ -204,6 +209,7 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         **_expert_arguments(plan, on_gpu),
         **precision.arguments,
+        **execution,
     )
 
 
@@ -216,11 +222,18 @@ def _check_environment(precision: Precision) -> None:
             )
 
 
-def build_model(folder: Path, recipe: Recipe, layout: Layout, on_gpu: bool, dtype: torch.dtype) -> MegatronModel:
+def build_model(
+    folder: Path,
+    recipe: Recipe,
+    layout: Layout,
+    on_gpu: bool,
+    dtype: torch.dtype,
+    execution: Mapping[str, Any] | None = None,
+) -> MegatronModel:
     """The rank's part of a Hugging Face folder's model; its weights hold nothing yet. After `start_groups`.
 
-    `dtype` of the weights: BF16, or fp32 to compare with. `EngineError` for a model, recipe or layout that does not run
-    here.
+    `dtype` of the weights: BF16, or fp32 to compare with; `execution`: see `execution_arguments`. `EngineError` for a
+    model, recipe or layout that does not run here.
     """
     check_version()
     if not on_gpu and not megatron_cpu.installed():
@@ -231,7 +244,7 @@ def build_model(folder: Path, recipe: Recipe, layout: Layout, on_gpu: bool, dtyp
     _check_environment(precision)
     part = local_part(plan, layout)
     module = HiddenStatesModel(
-        transformer_config(plan, layout, precision, on_gpu, dtype),
+        transformer_config(plan, layout, precision, on_gpu, dtype, execution or {}),
         layer_spec(plan, transformer_engine=on_gpu),
         vocab_size=plan.shape.padded_vocabulary,
         max_sequence_length=plan.positions,

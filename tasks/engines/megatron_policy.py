@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from conf.schema import MegatronTrainer, Recipe
 from conf.schema.megatron import micro_batch_multiple, row_multiple
-from tasks.engines.megatron_config import Layout
+from tasks.engines.megatron_config import Layout, execution_arguments
 from tasks.engines.megatron_model import MegatronModel, build_model
 from tasks.engines.megatron_weights import load_weights
 from tasks.engines.protocols import RolloutBatch, TokenRows
@@ -40,6 +40,7 @@ class Passes:
     chunk: int
     temperature: float
     device: torch.device
+    execution: Mapping[str, Any]
 
     def parts(self, lengths: Tensor, updates: int = 1) -> tuple[tuple[Tensor, ...], ...]:
         """Row numbers of each pass of each of `updates` equal shares of the rows, in their order."""
@@ -52,7 +53,7 @@ def passes(trainer: MegatronTrainer, recipe: Recipe, temperature: float) -> Pass
     on_gpu, linears = trainer.device == "gpu", recipe.training_linears
     rule = PackingRule(trainer.tokens_per_micro_batch, micro_batch_multiple(trainer, linears), row_multiple(trainer))
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    return Passes(rule, on_gpu, trainer.logprob_chunk, temperature, device)
+    return Passes(rule, on_gpu, trainer.logprob_chunk, temperature, device, execution_arguments(trainer))
 
 
 class MegatronPolicy:
@@ -63,7 +64,7 @@ class MegatronPolicy:
 
     def __init__(self, model_dir: Path, recipe: Recipe, layout: Layout, passes: Passes) -> None:
         on_gpu = passes.device.type == "cuda"
-        self.model: MegatronModel = build_model(model_dir, recipe, layout, on_gpu, torch.bfloat16)
+        self.model: MegatronModel = build_model(model_dir, recipe, layout, on_gpu, torch.bfloat16, passes.execution)
         load_weights(self.model, model_dir)
         # One mode for scores and updates, so that both compute alike; there is no dropout.
         self.model.module.train()
@@ -73,6 +74,16 @@ class MegatronPolicy:
     def layers(self) -> int:
         """Of the whole model."""
         return self.model.plan.shape.layers
+
+    def refresh(self) -> None:
+        """The weights have changed: Transformer Engine quantises them again in the next pass, and then keeps them."""
+        self.model.module.set_is_first_microbatch()
+
+    def forget(self) -> None:
+        """Free the quantised weights, which the next pass makes again."""
+        for module in self.model.module.modules():
+            getattr(module, "_fp8_workspaces", {}).clear()
+        self.refresh()
 
     def freeze(self) -> MegatronPolicy:
         """Take part in no gradient from now on."""
@@ -146,8 +157,16 @@ class MegatronPolicy:
     def observe(self, observer: CalibrationObserver, rows: TokenRows, sample: TokenSample) -> None:
         """Show the observer Q, K (after norm and rotary embedding) and V of the sampled tokens of all rows."""
         for part in self.passes.parts(rows.lengths)[0]:
-            with _watched(self.model, observer, sample.rows(part)):
-                self.hidden_rows(rows, part)
+            if not self.passes.packed:
+                with _watched(self.model, observer, _of_rows(sample.rows(part))):
+                    self.hidden_rows(rows, part)
+                continue
+            held = pack(rows.tokens, rows.lengths, part, self.passes.rule)
+            starts = held.cu_seqlens_padded[:-1].to(torch.int64)
+            places, weights = (x.to(self.passes.device) for x in sample.rows(part).places(starts))
+            held = held.to(self.passes.device)
+            with _watched(self.model, observer, _of_packed(places, weights)):
+                self.model.hidden_states(held.tokens.unsqueeze(0), packed=_sequences(held))
 
 
 def _sequences(packed: PackedRows) -> PackedSeqParams:
@@ -175,12 +194,32 @@ def _hidden_from(packed: PackedRows) -> Tensor:
     return ~seen[None, None]
 
 
+Select = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""What core attention is given, to the sampled tokens of it `[batch, heads, tokens, dim]` and their weights
+`[batch, tokens]`."""
+
+
+def _of_rows(sample: TokenSample) -> Select:
+    """Of padded rows, `[tokens, rows, heads, dim]`."""
+
+    def select(x: Tensor) -> tuple[Tensor, Tensor]:
+        values = x.permute(1, 2, 0, 3)
+        return sample.of(values), _weights(sample, values)
+
+    return select
+
+
+def _of_packed(places: Tensor, weights: Tensor) -> Select:
+    """Of one sequence of rows, `[tokens, heads, dim]`."""
+    return lambda x: (x[places].transpose(0, 1).unsqueeze(0), weights.unsqueeze(0))
+
+
 @contextmanager
-def _watched(model: MegatronModel, observer: CalibrationObserver, sample: TokenSample) -> Iterator[None]:
-    """Forward passes of padded rows inside show the sampled tokens of their attention to the observer."""
+def _watched(model: MegatronModel, observer: CalibrationObserver, select: Select) -> Iterator[None]:
+    """Forward passes inside show the selected tokens of their attention to the observer."""
     layers: Any = model.module.decoder.layers
     handles = [
-        layer.self_attention.core_attention.register_forward_pre_hook(_hook(model, observer, sample, number))
+        layer.self_attention.core_attention.register_forward_pre_hook(_hook(model, observer, select, number))
         for number, layer in zip(model.part.layers, layers, strict=True)
     ]
     try:
@@ -191,7 +230,7 @@ def _watched(model: MegatronModel, observer: CalibrationObserver, sample: TokenS
 
 
 def _hook(
-    model: MegatronModel, observer: CalibrationObserver, sample: TokenSample, layer: int
+    model: MegatronModel, observer: CalibrationObserver, select: Select, layer: int
 ) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     shape, part = model.plan.shape, model.part
     share = max(1, shape.groups // part.tensor_size)
@@ -200,9 +239,7 @@ def _hook(
 
     def show(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         for name, x in zip(PARTS, inputs[:3], strict=True):
-            # `[tokens, rows, heads, dim]` as the observer has it.
-            values = x.permute(1, 2, 0, 3)
-            observer.observe(layer, name, sample.of(values), _weights(sample, values), heads)
+            observer.observe(layer, name, *select(x), heads)
 
     return show
 

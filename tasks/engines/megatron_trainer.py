@@ -19,12 +19,8 @@ def check_settings(trainer: MegatronTrainer, recipe: Recipe) -> None:
     """`EngineError` for settings that this engine does not have yet."""
     refused = {
         "ranks": (trainer.ranks, 1),
-        "recompute": (trainer.recompute, "selective"),
-        "offload": (trainer.offload, False),
         "optimizer.state": (trainer.optimizer.state, "fp32"),
     }
-    if trainer.device == "gpu":
-        refused["deterministic"] = (trainer.deterministic, False)
     for key, (value, allowed) in refused.items():
         if value != allowed:
             raise EngineError(f"trainer.{key} = {value}: trainer=megatron does not have it yet; allowed: {allowed}")
@@ -49,6 +45,8 @@ def build(config: RunConfig, model_dir: Path) -> TrainerEngine:
     if on_gpu and not torch.cuda.is_available():
         raise EngineError("trainer.device = gpu: this machine has no CUDA; allowed: cpu, for tests")
     _prepare_environment(dict(precision_arguments(recipe, on_gpu).environment))
+    if trainer.deterministic:
+        _repeat_bitwise()
     torch.set_num_threads(trainer.threads)
     from tasks.engines import megatron_cpu
 
@@ -62,6 +60,12 @@ def build(config: RunConfig, model_dir: Path) -> TrainerEngine:
     return MegatronTrainerEngine(
         model_dir, MegatronSpec(recipe, config.algorithm, config.correction, trainer, config.rollout), layout
     )
+
+
+def _repeat_bitwise() -> None:
+    """Kernels from here on repeat their results; what has no such kernel is an error of PyTorch's."""
+    os.environ |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    torch.use_deterministic_algorithms(True)
 
 
 def _prepare_environment(wanted: dict[str, str]) -> None:

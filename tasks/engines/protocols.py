@@ -267,6 +267,10 @@ class TrainerEngine(Protocol):
 
     def report(self) -> EngineReport: ...
 
+    def offload(self) -> None:
+        """Give the device's memory to others where that is configured; whatever needs it next takes it back."""
+        ...
+
     def save(self, directory: Path) -> None:
         """Write all state that a bitwise continuation needs."""
         ...

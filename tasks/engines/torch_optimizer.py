@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -125,6 +125,12 @@ class PolicyOptimizer:
         self.updates += 1
         self._copy_to_compute()
         return UpdateOutcome(norm, False, rate, clipped)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All masters and moments, live."""
+        yield from self._weights.values()
+        for kinds in self._rule.state().values():
+            yield from kinds.values()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Copies of moments, step counters and Kahan compensation by `<name>.<kind>`; empty before the first update."""

@@ -148,6 +148,9 @@ class TorchTrainerEngine:
             fingerprints=fingerprints(self._optimizer.weights()),
         )
 
+    def offload(self) -> None:
+        """Nothing: this engine computes in host memory."""
+
     def save(self, directory: Path) -> None:
         save_file({n: t.contiguous() for n, t in self._optimizer.weights().items()}, directory / WEIGHTS)
         save_file(self._optimizer.state_tensors(), directory / OPTIMIZER)

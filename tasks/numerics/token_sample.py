@@ -41,6 +41,17 @@ class TokenSample:
         index = self.positions.to(x.device)[:, None, :, None]
         return x.gather(2, index.expand(x.shape[0], x.shape[1], index.shape[2], x.shape[3]))
 
+    def places(self, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the measured tokens stand in one sequence in which row r begins at `starts[r]`, and their weights.
+
+        `starts` int64 `[rows]`; int64 `[measured]` each, row by row.
+        """
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(self.weights.shape[1], device=self.weights.device).expand_as(self.weights)
+        measured = self.weights > 0
+        return (starts.unsqueeze(1) + positions)[measured], self.weights[measured]
+
 
 def sample_tokens(lengths: Tensor, width: int, limit: int | None, seed: int = 0) -> TokenSample:
     """At most `limit` tokens of each row; all real ones with None.

@@ -1,0 +1,196 @@
+"""Speed of the Megatron trainer on one GPU, BF16 beside FP8, and the cost of its calibration.
+
+    python -m tests.gpu.megatron_step STEP.json CALIBRATION.json [LAYERS]
+
+Layers of the Qwen3-8B shape with random weights. BF16 and FP8 run in turn, each twice in processes of its own; every
+figure is the median over repeats, the ratio is of one run of this program. Prints all rows.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infra.device import device_facts
+from infra.provenance import versions
+from tasks.engines.protocols import TokenRows
+from tasks.numerics.kv_scales import Scales
+from tasks.numerics.packing import pack
+from tests.gpu.megatron_bench import build, layers_of_8b, random_batch, save_random, spread, write
+
+RECIPES = ("bf16", "fp8_e2e_kv")
+TOKENS, LAYERS, ROUNDS, WARM_UP, REPEATS = 16384, 8, 2, 3, 8
+PACKS = {"16 x 1024": [1024] * 16, "2 x 8192": [8192] * 2}
+STEP_ROWS = [1024] * 128
+MEASURED = ((128, None), (64, None), (16, None), (8, None), (4, None), (8, 128), (4, 128))
+"""Sequences and tokens of each that a calibration looks at."""
+
+
+def seconds(call: Callable[[], object], warm_up: int = WARM_UP, repeats: int = REPEATS) -> float:
+    """Median of GPU work and the host's part of it, seconds."""
+    times = []
+    for number in range(warm_up + repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        if number >= warm_up:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure(folder: Path, recipe: str, calibration: bool) -> list[dict[str, Any]]:
+    """All rows of one process."""
+    size = {"algorithm.prompts_per_step": str(len(STEP_ROWS) // 8), "algorithm.group_size": "8"}
+    overrides = [f"trainer.tokens_per_micro_batch={TOKENS}", *(f"{key}={value}" for key, value in size.items())]
+    _, trainer = build(folder, recipe, *overrides)
+    rows = [row for name, lengths in PACKS.items() for row in _passes(trainer, name, lengths)]
+    batch = random_batch(STEP_ROWS, trainer._policy.model.plan.shape.vocabulary)  # type: ignore[attr-defined]
+    scored = trainer.score(batch)
+    score_s = seconds(lambda: trainer.score(batch), 0, 2)
+    train_s = seconds(lambda: trainer.train(batch, scored.logprobs, spread(len(STEP_ROWS))), 1, 2)
+    optimizer = trainer._optimizer  # type: ignore[attr-defined]
+    gradients = {name: torch.randn_like(weight) for name, weight in optimizer.weights().items()}
+    optimizer_s = seconds(lambda: optimizer._rule.update(gradients, 0.0, optimizer.updates), 2, 5)
+    gradients.clear()
+    common = {"recipe": recipe, "tokens": sum(STEP_ROWS)}
+    rows.append(common | {"what": "score", "seconds": score_s})
+    rows.append(common | {"what": "train", "seconds": train_s})
+    rows.append({"recipe": recipe, "what": "optimiser", "seconds": optimizer_s})
+    rows.append({"recipe": recipe, "what": "peak memory, GB", "gb": torch.cuda.max_memory_allocated() / 1e9})
+    if calibration:
+        rows += _calibrations(trainer, batch.rows(), score_s + train_s, recipe)
+    return rows
+
+
+def _passes(trainer: Any, name: str, lengths: list[int]) -> list[dict[str, Any]]:
+    """Forward and backward of the layers alone, and with log-probabilities and their gradient."""
+    policy = trainer._policy
+    batch = random_batch(lengths, policy.model.plan.shape.vocabulary)
+    index = torch.arange(len(lengths))
+    held = pack(batch.tokens, batch.lengths, index, policy.passes.rule).to(policy.passes.device)
+    from tasks.engines.megatron_policy import _sequences
+
+    gradient = torch.randn(held.tokens.numel(), 1, policy.model.plan.shape.hidden, device="cuda", dtype=torch.bfloat16)
+
+    def layers() -> None:
+        # As in the first micro-batch of an update: weights are quantised anew.
+        policy.refresh()
+        policy.model.hidden_states(held.tokens.unsqueeze(0), packed=_sequences(held)).backward(gradient)
+        trainer._optimizer._gradients.take()
+
+    def whole() -> None:
+        policy.refresh()
+        logprobs, _ = policy.evaluate(batch, index, batch.response_mask(), False)
+        logprobs.sum().backward()
+        trainer._optimizer._gradients.take()
+
+    @torch.no_grad()
+    def forward() -> None:
+        policy.model.hidden_states(held.tokens.unsqueeze(0), packed=_sequences(held))
+
+    common = {"recipe": trainer._spec.recipe.name, "rows": name, "tokens": sum(lengths)}
+
+    def later() -> None:
+        policy.model.hidden_states(held.tokens.unsqueeze(0), packed=_sequences(held)).backward(gradient)
+        trainer._optimizer._gradients.take()
+
+    figures = {
+        "layers, forward + backward, weights quantised before": later,
+        "layers, forward": forward,
+        "layers, forward + backward": layers,
+        "whole, forward + backward": whole,
+    }
+    return [common | {"what": what, "seconds": seconds(call)} for what, call in figures.items()]
+
+
+def _calibrations(trainer: Any, rows: TokenRows, step_s: float, recipe: str) -> list[dict[str, Any]]:
+    found, whole = [], {}
+    for count, tokens in MEASURED:
+        limit = trainer._spec.recipe.calibration.model_copy(update={"max_tokens_per_sequence": tokens})
+        spec = replace(trainer._spec, recipe=trainer._spec.recipe.model_copy(update={"calibration": limit}))
+        trainer._spec = spec
+        chosen = torch.arange(count) * rows.tokens.shape[0] // count
+        part = TokenRows(rows.tokens[chosen], rows.lengths[chosen])
+        spent = seconds(lambda part=part: trainer.calibrate(part), 1, 3)  # type: ignore[misc]
+        scales = trainer.report().scales
+        whole = whole or scales
+        found.append(
+            {"recipe": recipe, "what": "calibration", "sequences": count, "tokens_per_sequence": tokens}
+            | {"seconds": spent, "step_seconds": step_s, "share_of_step": spent / step_s, **_distance(scales, whole)}
+        )
+    return found
+
+
+def _distance(scales: Scales, whole: Scales) -> dict[str, float]:
+    """Of scales from those of the whole batch, relative: mean and largest, and how many are 5 % too small."""
+    off = [float(scales[key]) / float(whole[key]) - 1 for key in whole]  # type: ignore[arg-type]
+    return {
+        "mean_error": statistics.fmean(map(abs, off)),
+        "largest_error": max(map(abs, off)),
+        "scales_too_small_by_5_percent": float(sum(value < -0.05 for value in off)),
+        "scales": float(len(off)),
+    }
+
+
+def summary(rows: list[dict[str, Any]], layers: int) -> list[dict[str, Any]]:
+    """BF16 over FP8 for everything that has seconds in both: medians over the processes."""
+    kinds = {(row["what"], row.get("rows")) for row in rows if "seconds" in row and row["what"] != "calibration"}
+    found = []
+    for what, packs in sorted(kinds, key=str):
+        by = {
+            recipe: statistics.median(
+                row["seconds"] for row in rows if (row["recipe"], row["what"], row.get("rows")) == (recipe, what, packs)
+            )
+            for recipe in RECIPES
+        }
+        ratio = by[RECIPES[0]] / by[RECIPES[1]]
+        found.append({"what": what, "rows": packs, "layers": layers, "bf16_s": by["bf16"], "fp8_s": by[RECIPES[1]]})
+        found[-1]["bf16_over_fp8"] = ratio
+    packs = next(iter(PACKS))
+    by_name = {(row["what"], row["rows"]): row for row in found}
+    both = [by_name["layers, forward + backward", packs], by_name["optimiser", None]]
+    bf16, fp8 = (sum(row[key] for row in both) for key in ("bf16_s", "fp8_s"))
+    together = {"what": "layers, forward + backward + optimiser", "rows": packs, "layers": layers}
+    return [*found, together | {"bf16_s": bf16, "fp8_s": fp8, "bf16_over_fp8": bf16 / fp8}]
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["one"]:
+        write(Path(arguments[3]), measure(Path(arguments[1]), arguments[2], arguments[4] == "last"))
+        return 0
+    step, calibration = Path(arguments[0]), Path(arguments[1])
+    layers = int(arguments[2]) if len(arguments) > 2 else LAYERS
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = save_random(layers_of_8b(layers), Path(place) / "model")
+        for number in range(ROUNDS):
+            for recipe in RECIPES:
+                out, turn = Path(place) / "rows.json", "last" if number == ROUNDS - 1 else "first"
+                command = [sys.executable, "-m", "tests.gpu.megatron_step", "one", str(folder), recipe, str(out), turn]
+                subprocess.run(command, check=True)
+                rows += [{"process": number} | row for row in json.loads(out.read_text())]
+                machine = {"device": vars(replace(device_facts(), free_gb=0.0)), "versions": versions()}
+                write(step, machine | {"rows": [r for r in rows if r["what"] != "calibration"]})
+    for row in rows:
+        print(row, flush=True)
+    found = summary(rows, layers)
+    for row in found:
+        print(row, flush=True)
+    write(step, machine | {"summary": found, "rows": [r for r in rows if r["what"] != "calibration"]})
+    write(calibration, machine | {"layers": layers, "rows": [r for r in rows if r["what"] == "calibration"]})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
