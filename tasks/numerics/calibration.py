@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tasks.numerics.fp8 import E4M3_MAX, quantize_static
+from tasks.numerics.fp8 import E4M3_MAX, to_e4m3
 from tasks.numerics.kv_scales import (
     PARTS,
     CalibrationError,
@@ -46,6 +46,8 @@ __all__ = [
 _TOKENS, _ELEMENTS, _NONZERO, _SATURATED, _UNDERFLOWED = range(5)
 _COUNTS = 5
 Array = NDArray[np.float64]
+_Chosen = tuple[slice, int, slice]
+"""Layers, part and heads."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class CalibrationObserver:
         self._check_in_use()
         self._slots = 3 * layers * self._groups
         self._bins = MAGNITUDE_BINS if percentile < 100 else 0
+        self._scales_in_use = torch.tensor(self._flat_scales(), dtype=torch.float32)
         self._state = torch.zeros(1 + self._slots * (1 + _COUNTS + self._bins), dtype=torch.float64)
         self._bound = False
 
@@ -128,61 +131,72 @@ class CalibrationObserver:
         that each stands for (`TokenSample.weights`). `heads`: the KV heads that `x` belongs to at head granularity,
         None for all.
         """
-        first, count = self._first_slot(layer, part, x.shape[1], heads)
+        self.observe_layers(range(layer, layer + 1), part, x.unsqueeze(0), real, heads)
+
+    def observe_layers(self, layers: range, part: str, x: Tensor, real: Tensor, heads: range | None = None) -> None:
+        """`observe` of several neighbouring layers at once, in fewer and larger kernels: `x` `[layers, batch, ...]`."""
+        chosen, count = self._chosen(layers, part, x.shape[2], heads)
         if not x.numel():
             return
         self._bind(x.device)
         weights = real.to(torch.int64)
-        grouped = x.detach().unflatten(1, (count, x.shape[1] // count))
+        grouped = x.detach().unflatten(2, (count, x.shape[2] // count))
         values = torch.where((weights > 0)[:, None, None, :, None], grouped, 0).to(torch.float32)
         magnitude = values.abs()
         # A maximum over workers may drop NaN, and must not drop inf.
-        peak = torch.nan_to_num(magnitude.amax((0, 2, 3, 4)), nan=torch.inf, posinf=torch.inf)
+        peak = torch.nan_to_num(magnitude.amax((1, 3, 4, 5)), nan=torch.inf, posinf=torch.inf)
         self._raise_to(self.maxima[:1], weights.amax().reshape(1))
-        self._raise_to(self.maxima[1 + first : 1 + first + count], peak)
+        self._raise_to(self._by_slot(self.maxima[1:])[chosen], peak)
         tokens = weights.sum()
-        held = self._counts()[first : first + count]
-        held[:, _TOKENS] += tokens.to(held.device)
-        held[:, _ELEMENTS] += (tokens * values.shape[2] * values.shape[4]).to(held.device)
+        held = self._by_slot(self._counts())[chosen]
+        held[..., _TOKENS] += tokens.to(held.device)
+        held[..., _ELEMENTS] += (tokens * values.shape[3] * values.shape[5]).to(held.device)
         if self._in_use:
-            scales = scale_values(self._in_use[(layer, part)])
-            start = first % self._groups
-            held[:, _NONZERO:] += _fit(values, magnitude, scales[start : start + count], weights).to(held.device)
+            scales = self._by_slot(self._scales_in_use)[chosen].to(values.device)
+            held[..., _NONZERO:] += _fit(values, magnitude, scales, weights).to(held.device)
         if self._bins:
-            self._count_magnitudes(first, magnitude, weights)
+            self._count_magnitudes(chosen, magnitude, weights)
 
-    def _first_slot(self, layer: int, part: str, rows: int, heads: range | None) -> tuple[int, int]:
-        if part not in PARTS or not 0 <= layer < self._layers:
+    def _by_slot(self, values: Tensor) -> Tensor:
+        """A view `[layers, parts, heads, ...]` of values `[slots, ...]`."""
+        return values.unflatten(0, (self._layers, len(PARTS), self._groups))
+
+    def _chosen(self, layers: range, part: str, rows: int, heads: range | None) -> tuple[_Chosen, int]:
+        layer = layers.start
+        if part not in PARTS or not 0 <= layer < layers.stop <= self._layers or layers.step != 1:
             raise CalibrationError(f"{slot_name((layer, part))}: is not one of the {self._layers} layers")
         covered = range(self._groups) if heads is None or self._heads is None else heads
         if not covered or covered.step != 1 or covered.start < 0 or covered.stop > self._groups:
             raise CalibrationError(f"{slot_name((layer, part))}: {heads} are not some of {self._groups} heads")
         if rows % len(covered):
             raise CalibrationError(f"{slot_name((layer, part))}: {rows} heads do not share {len(covered)} scales")
-        return (layer * len(PARTS) + PARTS.index(part)) * self._groups + covered.start, len(covered)
+        chosen = slice(layers.start, layers.stop), PARTS.index(part), slice(covered.start, covered.stop)
+        return chosen, len(covered)
 
     def _bind(self, device: torch.device) -> None:
         """The first values decide where the state lives."""
         if not self._bound:
             self._state, self._bound = self._state.to(device), True
+            self._scales_in_use = self._scales_in_use.to(device)
 
     @staticmethod
     def _raise_to(held: Tensor, seen: Tensor) -> None:
-        torch.maximum(held, seen.to(held.device, held.dtype), out=held)
+        held.copy_(torch.maximum(held, seen.to(held.device, held.dtype)))
 
-    def _count_magnitudes(self, first: int, magnitude: Tensor, weights: Tensor) -> None:
-        """`magnitude` `[batch, groups, heads, tokens, dim]`."""
-        count = magnitude.shape[1]
-        offset = torch.arange(count, device=magnitude.device) * self._bins
-        index = (magnitude_bins(magnitude) + offset[None, :, None, None, None]).reshape(-1)
+    def _count_magnitudes(self, chosen: _Chosen, magnitude: Tensor, weights: Tensor) -> None:
+        """`magnitude` `[layers, batch, groups, heads, tokens, dim]`."""
+        slots = self._by_slot(torch.arange(self._slots, device=magnitude.device))[chosen]
+        index = (magnitude_bins(magnitude) + (slots * self._bins)[:, None, :, None, None, None]).reshape(-1)
         spread = weights.to(torch.float64)[:, None, None, :, None].expand_as(magnitude).reshape(-1)
-        held = self._histograms()[first : first + count].view(-1)
+        held = self._histograms().view(-1)
         held.scatter_add_(0, index.to(held.device), spread.to(held.device))
 
     def _identity(self) -> dict[str, Tensor]:
-        in_use = [v for key in scale_keys(self._layers) if self._in_use for v in scale_values(self._in_use[key])]
         layout = torch.tensor([self._layers, self._heads or 0, self._bins])
-        return {"layout": layout, "in_use": torch.tensor(in_use, dtype=torch.float64)}
+        return {"layout": layout, "in_use": torch.tensor(self._flat_scales(), dtype=torch.float64)}
+
+    def _flat_scales(self) -> list[float]:
+        return [v for key in scale_keys(self._layers) if self._in_use for v in scale_values(self._in_use[key])]
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of everything collected, for a file or for another worker's `merge`.
@@ -272,14 +286,15 @@ class CalibrationObserver:
         }
 
 
-def _fit(values: Tensor, magnitude: Tensor, scales: tuple[float, ...], weights: Tensor) -> Tensor:
-    """Non-zero, saturated and underflowed elements under `scales`, weighted, fp64 `[groups, 3]`.
+def _fit(values: Tensor, magnitude: Tensor, scales: Tensor, weights: Tensor) -> Tensor:
+    """Non-zero, saturated and underflowed elements under `scales`, weighted, fp64 `[layers, groups, 3]`.
 
-    `values` and their `magnitude` fp32 `[batch, groups, heads, tokens, dim]`, `weights` int64 `[batch, tokens]`.
+    `values` and their `magnitude` fp32 `[layers, batch, groups, heads, tokens, dim]`, `scales` fp32 `[layers, groups]`,
+    `weights` int64 `[batch, tokens]`.
     """
-    codes = [quantize_static(group, s).view(torch.uint8) for group, s in zip(values.unbind(1), scales, strict=True)]
-    limits = [float(np.float32(E4M3_MAX) * np.float32(s)) for s in scales]
-    over = [group > limit for group, limit in zip(magnitude.unbind(1), limits, strict=True)]
+    by_group = scales[:, None, :, None, None, None]
     nonzero = values != 0
-    flags = (nonzero, torch.stack(over, 1), nonzero & ((torch.stack(codes, 1) & 0x7F) == 0))
-    return torch.stack([(flag.sum((2, 4)) * weights[:, None]).sum((0, 2)) for flag in flags], 1).to(torch.float64)
+    lost = nonzero & ((to_e4m3(values / by_group).view(torch.uint8) & 0x7F) == 0)
+    flags = (nonzero, magnitude > by_group * E4M3_MAX, lost)
+    counted = [(flag.sum((3, 5)) * weights[:, None]).sum((1, 3)) for flag in flags]
+    return torch.stack(counted, -1).to(torch.float64)

@@ -242,3 +242,23 @@ def test_names_that_are_none_are_refused(name: str) -> None:
 def test_numbers_that_are_none_are_refused(text: object) -> None:
     with pytest.raises(CalibrationError, match=r"scale 0\.k: .* is no hexadecimal number"):
         scales_from_json({"0.k": text})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("heads, percentile", [(None, 100.0), (2, 100.0), (2, 99.0)])
+def test_layers_seen_together_are_as_seen_one_by_one(heads: int | None, percentile: float) -> None:
+    x = {part: randn(i, 3, 2, 4 if part == "q" else 2, 5, 8) for i, part in enumerate(PARTS)}
+    x["k"][2, 0, 1, 3, 0] = 50.0
+    weights = torch.tensor([[1, 2, 0, 1, 1], [3, 0, 0, 0, 1]])
+    first = CalibrationObserver(3, 1.0, percentile, None, heads)
+    for part in PARTS:
+        first.observe_layers(range(3), part, x[part], weights)
+    scales = first.result().scales
+    together, apart = (CalibrationObserver(3, 1.0, percentile, scales, heads) for _ in range(2))
+    for part in PARTS:
+        together.observe_layers(range(1), part, x[part][:1], weights)
+        together.observe_layers(range(1, 3), part, x[part][1:] * 1.25, weights)
+        for layer in range(3):
+            apart.observe(layer, part, x[part][layer] * (1.25 if layer else 1.0), weights)
+    assert together.state_dict()["state"].equal(apart.state_dict()["state"])
+    assert together.result() == apart.result()
+    assert together.result().metrics["calibration/saturated_fraction"] > 0
