@@ -33,7 +33,7 @@ from tasks.engines.megatron_config import (
     precision_arguments,
 )
 from tasks.engines.megatron_names import Entry, Form, Part, check_names, entry_shape, split, stage_entries
-from tasks.engines.megatron_private import HiddenStatesModel, check_version, fp32_block_scales, layer_spec
+from tasks.engines.megatron_private import HiddenStatesModel, check_version, fp8_fault, fp32_block_scales, layer_spec
 from tasks.engines.protocols import EngineError
 
 
@@ -222,6 +222,16 @@ def _check_environment(precision: Precision) -> None:
             )
 
 
+def _check_hardware(recipe: Recipe) -> None:
+    """`EngineError` for an FP8 scaling that this GPU does not compute; on CPU FP8 is refused before."""
+    linears = recipe.training_linears
+    fault = fp8_fault(linears.scaling) if linears.quantized else None
+    if fault is not None:
+        raise EngineError(
+            f"recipe.training_linears.scaling = {linears.scaling}: not on {torch.cuda.get_device_name()}: {fault}"
+        )
+
+
 def build_model(
     folder: Path,
     recipe: Recipe,
@@ -242,6 +252,7 @@ def build_model(
     check_machine(plan.shape, layout, on_gpu)
     check_kept_layers(plan.shape, layout, recipe)
     _check_environment(precision)
+    _check_hardware(recipe)
     part = local_part(plan, layout)
     module = HiddenStatesModel(
         transformer_config(plan, layout, precision, on_gpu, dtype, execution or {}),

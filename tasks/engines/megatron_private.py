@@ -78,6 +78,15 @@ def fp32_block_scales() -> bool:
     return bool(Float8BlockScaling.use_f32_scales)
 
 
+def fp8_fault(scaling: str) -> str | None:
+    """Why Transformer Engine cannot compute a scaling of `LinearPrecision` on this machine's GPU; None where it can."""
+    import transformer_engine.pytorch as te
+
+    asked = {"mxfp8": te.is_mxfp8_available, "block": te.is_fp8_block_scaling_available}
+    can, reason = asked.get(scaling, te.is_fp8_available)(return_reason=True)
+    return None if can else str(reason)
+
+
 class HiddenStatesModel(GPTModel):
     """Megatron's GPT, whose forward pass ends before the output layer.
 
