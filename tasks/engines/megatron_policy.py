@@ -120,9 +120,7 @@ class MegatronPolicy:
             forward_only=forward_only,
         )
 
-    def learn(
-        self, batch: RolloutBatch, parts: Sequence[Tensor], mask: Tensor, entropy: bool, loss: LossOf
-    ) -> None:
+    def learn(self, batch: RolloutBatch, parts: Sequence[Tensor], mask: Tensor, entropy: bool, loss: LossOf) -> None:
         """See `tasks.engines.train_step.Learn`. On earlier stages of a pipeline `loss` is not called."""
         self._run(batch, parts, mask, entropy, loss, forward_only=False)
 

@@ -1,8 +1,8 @@
 """One optimiser update over several ranks: whose gradients add up, who owns what, one norm for the whole model.
 
-A parameter may be held whole or in part by many ranks. `Sharing` says by which; `RankExchange` sums gradients in buckets
-of bounded size and, where the state is split, leaves masters and moments of each parameter to one owner (ZeRO stage 1,
-Rajbhandari et al. 2020, arXiv:1910.02054, by whole parameters). Works with any backend of torch.distributed.
+A parameter may be held, whole or in part, by many ranks. `Sharing` says by which; `RankExchange` sums gradients in
+buckets of bounded size and, where the state is split, leaves masters and moments of each parameter to one owner (ZeRO
+stage 1, Rajbhandari et al. 2020, arXiv:1910.02054, by whole parameters). Any backend of torch.distributed will do.
 """
 
 from __future__ import annotations

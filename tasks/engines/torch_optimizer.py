@@ -116,7 +116,7 @@ class PolicyOptimizer:
         self._exchange.publish(self._compute)
 
     def weights(self) -> dict[str, Tensor]:
-        """The authoritative weights that this rank owns, by name, live: fp32 masters, or the model's BF16 parameters."""
+        """The weights that this rank owns, by name, live: fp32 masters, or the model's own BF16 parameters."""
         return {name: weight.detach() for name, weight in self._weights.items()}
 
     @property

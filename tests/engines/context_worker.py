@@ -1,7 +1,7 @@
 """One of two context-parallel ranks on CPU: `python -m tests.engines.context_worker JOB RANK`.
 
-Megatron's attention for CPU knows no context parallelism, but what comes after it does: the rank takes its share of made
-hidden states, and writes log-probabilities, entropies and the gradients of a loss that couples all of them.
+Megatron's attention for CPU knows no context parallelism, but what comes after it does: the rank takes its share of
+hidden states and writes log-probabilities, entropies and the gradients of a loss that couples all of them.
 """
 
 from __future__ import annotations

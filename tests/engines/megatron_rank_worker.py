@@ -1,4 +1,4 @@
-"""One rank of a Megatron trainer on CPU, in a process of its own: `python -m tests.engines.megatron_rank_worker JOB RANK`.
+"""One rank of a Megatron trainer on CPU, in its own process: `python -m tests.engines.megatron_rank_worker JOB RANK`.
 
 JOB is a JSON file: `cases` (`name`, `folder`, `overrides`, `dtype`, `poisoned`), `layout` (keys of the trainer),
 `rendezvous`, `out`. Each case is a trainer that scores and trains `STEPS` times; under `out` the rank writes
@@ -82,9 +82,7 @@ def build(config: RunConfig, folder: Path, dtype: str, rank: int) -> Any:
     trainer, recipe = config.trainer, config.recipe
     assert isinstance(trainer, MegatronTrainer)
     check_settings(trainer, recipe)
-    spec = MegatronSpec(
-        recipe, config.algorithm, config.correction, trainer, config.rollout, getattr(torch, dtype)
-    )
+    spec = MegatronSpec(recipe, config.algorithm, config.correction, trainer, config.rollout, getattr(torch, dtype))
     return MegatronTrainerEngine(folder, spec, layout(config, rank))
 
 

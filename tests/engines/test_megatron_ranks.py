@@ -49,7 +49,10 @@ def _case(name: str, model: str, *overrides: str, dtype: str = "float32", poison
     return {"name": name, "folder": model, "overrides": list(overrides), "dtype": dtype, "poisoned": poisoned}
 
 
-# Which norm of which rank is poisoned does not matter to a model, so that one case is enough for each layout.
+def _unsplit(case: dict[str, Any]) -> dict[str, Any]:
+    return {**case, "name": f"{case['name']}_whole", "overrides": [*case["overrides"], WHOLE]}
+
+
 TIED, UNTIED, MOE = _case("tied", "qwen3_tied"), _case("untied", "qwen2_bias", *RICH), _case("moe", "moe", RICH[0])
 BF16, BAD = _case("bf16", "qwen3_tied", dtype="bfloat16"), _case("bad", "qwen3_tied", poisoned=True)
 LAYOUTS: Mapping[str, tuple[Mapping[str, int], tuple[dict[str, Any], ...]]] = {
@@ -60,27 +63,23 @@ LAYOUTS: Mapping[str, tuple[Mapping[str, int], tuple[dict[str, Any], ...]]] = {
         {"ranks": 2},
         (
             *(TIED, UNTIED, MOE, BF16, BAD),
-            *(_case("fp8", "qwen3_tied", *FP8), _case("fp8_whole", "qwen3_tied", *FP8, WHOLE)),
+            *(_unsplit(case) for case in (TIED, UNTIED, MOE, BAD)),
+            *(_case("fp8", "qwen3_tied", *FP8), _unsplit(_case("fp8", "qwen3_tied", *FP8))),
             _case("kahan", "qwen3_tied", *KAHAN, dtype="bfloat16"),
-            _case("kahan_whole", "qwen3_tied", *KAHAN, WHOLE, dtype="bfloat16"),
+            _unsplit(_case("kahan", "qwen3_tied", *KAHAN, dtype="bfloat16")),
         ),
     ),
-    "data_whole": (
-        {"ranks": 2},
-        tuple({**case, "overrides": [*case["overrides"], WHOLE]} for case in (TIED, UNTIED, MOE, BAD)),
-    ),
-    "expert": (
-        {"ranks": 2, "expert_parallel_size": 2},
-        (MOE, _case("bad", "moe", RICH[0], poisoned=True), _case("moe_whole", "moe", RICH[0], WHOLE)),
-    ),
+    "expert": ({"ranks": 2, "expert_parallel_size": 2}, (MOE, _unsplit(MOE), {**MOE, "name": "bad", "poisoned": True})),
 }
+"""Keys of the trainer, and cases."""
+
 COMPARED = [
     (layout, case["name"])
     for layout, (_, cases) in LAYOUTS.items()
     for case in cases
-    if layout != "one" and case["name"] in ("tied", "untied", "moe")
-] + [("expert", "moe_whole")]
-POISONED = [(layout, "moe" if layout == "expert" else "tied") for layout in LAYOUTS if layout != "one"]
+    if layout != "one" and case["name"].removesuffix("_whole") in ("tied", "untied", "moe")
+]
+POISONED = [("tensor", "bad"), ("pipeline", "bad"), ("data", "bad"), ("data", "bad_whole"), ("expert", "bad")]
 
 Found = dict[str, list[dict[str, Any]]]
 Run = Callable[[str], Found]
@@ -173,10 +172,10 @@ def test_bf16_scores_differ_by_rounding_alone(run: Run, layout: str) -> None:
     assert float((found - one["scores"][0])[mask].abs().mean()) < 0.02
 
 
-@pytest.mark.parametrize("layout, model", POISONED)
-def test_a_gradient_that_is_not_finite_on_one_rank_stops_all(run: Run, layout: str, model: str) -> None:
+@pytest.mark.parametrize("layout, case", POISONED)
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_all(run: Run, layout: str, case: str) -> None:
     """Nothing changes, and the next step is what the first would have been."""
-    ranks, (one,) = run(layout)["bad"], run("one")[model]
+    ranks, (one,) = run(layout)[case], run("one")["moe" if layout == "expert" else "tied"]
     for rank in ranks:
         assert rank["metrics"][0]["optim/skipped_steps"] == 1.0
         assert rank["metrics"][1]["optim/skipped_steps"] == 0.0
@@ -203,7 +202,7 @@ def test_a_rank_holds_its_share_of_masters_and_moments(run: Run, layout: str, ca
 
 def test_without_the_split_a_rank_holds_all(run: Run) -> None:
     (one,) = run("one")["tied"]
-    for rank in run("data_whole")["tied"]:
+    for rank in run("data")["tied_whole"]:
         assert rank["owned"] == one["owned"]
         assert (rank["master_bytes"], rank["state_bytes"]) == (one["master_bytes"], one["state_bytes"])
 
