@@ -151,7 +151,7 @@ def test_two_ranks_report_as_one(run: Run, layout: str, case: str) -> None:
         wanted = {name: value for name, value in one["metrics"][step].items() if not name.startswith("memory/")}
         assert wanted["optim/grad_norm"] > 0.1 and wanted["optim/skipped_steps"] == 0
         assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-    assert (one["metrics"][-1]["optim/clipped_weights"] > 0) == (case == "untied")
+    assert (one["metrics"][-1]["optim/clipped_weights"] > 0) == case.startswith("untied")
 
 
 def test_a_rank_without_rows_computes_along() -> None:
