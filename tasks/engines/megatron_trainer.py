@@ -15,15 +15,8 @@ from tasks.engines.protocols import EngineError, TrainerEngine
 _TIMEOUT_S, _SEED = 600.0, 1
 
 
-def check_settings(trainer: MegatronTrainer, recipe: Recipe) -> None:
+def check_settings(recipe: Recipe) -> None:
     """`EngineError` for settings that this engine does not have yet."""
-    refused = {
-        "ranks": (trainer.ranks, 1),
-        "optimizer.state": (trainer.optimizer.state, "fp32"),
-    }
-    for key, (value, allowed) in refused.items():
-        if value != allowed:
-            raise EngineError(f"trainer.{key} = {value}: trainer=megatron does not have it yet; allowed: {allowed}")
     linears = recipe.training_linears
     if linears.quantized and linears.scaling == "tensor_delayed":
         raise EngineError(
@@ -32,15 +25,30 @@ def check_settings(trainer: MegatronTrainer, recipe: Recipe) -> None:
         )
 
 
-def build(config: RunConfig, model_dir: Path) -> TrainerEngine:
-    """The engine of a run with `trainer=megatron`, in this process.
+def layout_of(trainer: MegatronTrainer, rank: int = 0) -> Layout:
+    """Where rank `rank` of the trainer's ranks stands; `EngineError` for one that there is not."""
+    return Layout(
+        tensor=trainer.tensor_parallel_size,
+        pipeline=trainer.pipeline_parallel_size,
+        context=trainer.context_parallel_size,
+        expert=trainer.expert_parallel_size,
+        data=trainer.data_parallel_size,
+        rank=rank,
+    )
+
+
+def build(config: RunConfig, model_dir: Path, rank: int = 0, rendezvous: str | None = None) -> TrainerEngine:
+    """The engine of rank `rank` of a run with `trainer=megatron`, in this process; a process for each rank.
+
+    `rendezvous` of the ranks as PyTorch has it (`tcp://host:port`, `file:///path`), None for a single one. On a machine
+    with several visible GPUs a rank takes the one of its number, counted anew on each machine.
 
     `ModuleNotFoundError` without Megatron Core; `EngineError` for what does not run here, and for variables of the
     environment that Transformer Engine has read with another value.
     """
     trainer, recipe = config.trainer, config.recipe
     assert isinstance(trainer, MegatronTrainer)
-    check_settings(trainer, recipe)
+    check_settings(recipe)
     on_gpu = trainer.device == "gpu"
     if on_gpu and not torch.cuda.is_available():
         raise EngineError("trainer.device = gpu: this machine has no CUDA; allowed: cpu, for tests")
@@ -48,15 +56,17 @@ def build(config: RunConfig, model_dir: Path) -> TrainerEngine:
     if trainer.deterministic:
         _repeat_bitwise()
     torch.set_num_threads(trainer.threads)
+    layout = layout_of(trainer, rank)
     from tasks.engines import megatron_cpu
 
-    if not on_gpu:
+    if on_gpu:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:
         megatron_cpu.install()
     from tasks.engines.megatron_engine import MegatronSpec, MegatronTrainerEngine
     from tasks.engines.megatron_model import ensure_groups
 
-    layout = Layout()
-    ensure_groups(layout, on_gpu, None, _TIMEOUT_S, _SEED)
+    ensure_groups(layout, on_gpu, rendezvous, _TIMEOUT_S, _SEED)
     return MegatronTrainerEngine(
         model_dir, MegatronSpec(recipe, config.algorithm, config.correction, trainer, config.rollout), layout
     )

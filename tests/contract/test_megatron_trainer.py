@@ -188,7 +188,8 @@ def test_scores_do_not_depend_on_the_chunk_of_logits(benches: tuple[Workbench, W
 def test_packed_rows_score_and_learn_as_padded_ones(benches: tuple[Workbench, Workbench]) -> None:
     """Rows of one sequence see nothing of each other, and every value is put back to its own token."""
     benches[1].trainer("bf16")
-    from tasks.engines.megatron_policy import MegatronPolicy, passes
+    from tasks.engines.megatron_passes import passes
+    from tasks.engines.megatron_policy import MegatronPolicy
 
     config, batch = benches[1].config("bf16", "trainer.micro_batch_size=5"), benches[1].batch("bf16")
     padded = passes(config.trainer, config.recipe, 1.0)
@@ -234,12 +235,19 @@ def test_a_mixture_of_experts_trains_and_continues_bitwise(
 
 def test_settings_that_are_not_there_yet_are_refused(benches: tuple[Workbench, Workbench]) -> None:
     for option, message in (
-        ("trainer.ranks=2", "trainer.ranks = 2: trainer=megatron does not have it yet; allowed: 1"),
+        ("trainer.ranks=2", r"this process has groups for Layout\(tensor=1.* needs a process of its own"),
         ("trainer.device=gpu", "trainer.device = gpu: this machine has no CUDA; allowed: cpu"),
-        ("trainer.recompute=full", "trainer.recompute = full: .* allowed: selective"),
     ):
         with pytest.raises(EngineError, match=message):
             benches[1].trainer("bf16", option)
+
+
+def test_layers_that_are_computed_again_train_bitwise_alike(benches: tuple[Workbench, Workbench]) -> None:
+    ends = []
+    for kind in ("selective", "full"):
+        trainer = benches[1].trainer("bf16", f"trainer.recompute={kind}")
+        ends.append((_train(trainer, benches[1]), trainer.report().fingerprints))
+    assert ends[0] == ends[1]
 
 
 def test_a_process_has_the_groups_of_one_layout(benches: tuple[Workbench, Workbench]) -> None:
