@@ -157,10 +157,14 @@ class RankExchange:
     ) -> None:
         """In place, on all of the group or on its rank `owner` alone."""
         if owner is None:
-            apply_in_buckets([gradients[name] for name in names], lambda t: dist.all_reduce(t, group=group), self._bucket)
+            apply_in_buckets(
+                [gradients[name] for name in names], lambda t: dist.all_reduce(t, group=group), self._bucket
+            )
             return
         place = dist.get_global_rank(group, owner)
-        apply_in_buckets([gradients[name] for name in names], lambda t: dist.reduce(t, place, group=group), self._bucket)
+        apply_in_buckets(
+            [gradients[name] for name in names], lambda t: dist.reduce(t, place, group=group), self._bucket
+        )
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         counted = [gradient for name, gradient in gradients.items() if self._counts(name)]

@@ -1,4 +1,4 @@
-"""Owners of parameters, buckets of messages, and which micro-batches an update runs; ranks themselves: tests/engines."""
+"""Owners of parameters, buckets of messages, which micro-batches an update runs; with real ranks: tests/engines."""
 
 from __future__ import annotations
 
