@@ -33,6 +33,10 @@ class _CudaIsCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
+        if func is torch.autograd.backward:
+            # A mode is off while it answers, and layers that are computed again in the backward pass need it.
+            with self:
+                return _run_backward(*args, **kwargs)
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
@@ -40,6 +44,15 @@ class _CudaIsCpu(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
+
+
+def _run_backward(tensors: Any, grad_tensors: Any = None) -> None:
+    """`torch.autograd.backward` of one tensor or several, as Megatron calls it."""
+    several = (tensors,) if torch.is_tensor(tensors) else tuple(tensors)
+    given = (grad_tensors,) if grad_tensors is None or torch.is_tensor(grad_tensors) else tuple(grad_tensors)
+    gradients = tuple(torch.ones_like(t) if g is None else g for t, g in zip(several, given, strict=True))
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(several, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _NoStream:
