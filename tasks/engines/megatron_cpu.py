@@ -46,13 +46,13 @@ class _CudaIsCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _run_backward(tensors: Any, grad_tensors: Any = None) -> None:
-    """`torch.autograd.backward` of one tensor or several, as Megatron calls it."""
+def _run_backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, **_: Any) -> None:
+    """`torch.autograd.backward` of one tensor or several, as Megatron calls it: to all leaves, once."""
     several = (tensors,) if torch.is_tensor(tensors) else tuple(tensors)
     given = (grad_tensors,) if grad_tensors is None or torch.is_tensor(grad_tensors) else tuple(grad_tensors)
     gradients = tuple(torch.ones_like(t) if g is None else g for t, g in zip(several, given, strict=True))
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.run_backward(several, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine.run_backward(several, gradients, bool(retain_graph), False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _NoStream:
