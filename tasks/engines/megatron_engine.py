@@ -1,40 +1,43 @@
 """The trainer engine on Megatron Core: BF16 or FP8 compute copy, fp32 masters, corrected objective, calibration.
 
-One rank. Built by `tasks.engines.megatron_trainer.build`.
+One such engine is on each rank. Built by `tasks.engines.megatron_trainer.build`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.schema import Algorithm, Correction, MegatronTrainer, Recipe, Rollout
-from tasks.engines.megatron_checkpoint import named_as_hf, named_as_megatron, state_as_hf, state_as_megatron
+from tasks.engines.megatron_calibration import observe_rows, reduce_over, same_tokens
+from tasks.engines.megatron_checkpoint import gathered_fingerprints, save_tensors
 from tasks.engines.megatron_config import Layout
-from tasks.engines.megatron_model import hf_tensors
+from tasks.engines.megatron_export import exporter_of, gather_payload
+from tasks.engines.megatron_model import ranks_of
 from tasks.engines.megatron_policy import MegatronPolicy, passes
+from tasks.engines.megatron_restore import load_checkpoint
 from tasks.engines.megatron_weights import read_parameters
 from tasks.engines.plan import folder_shape
 from tasks.engines.precision_plan import plan_linears
 from tasks.engines.protocols import EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
 from tasks.engines.step_inputs import prepare_step, score_metrics
-from tasks.engines.torch_optimizer import build_optimizer, check_weights
+from tasks.engines.tensor_files import rank_files
+from tasks.engines.torch_optimizer import build_optimizer
 from tasks.engines.train_step import StepParts, run_updates
 from tasks.engines.trainer_state import (
     OPTIMIZER,
     WEIGHTS,
     TrainerState,
-    export_payload,
     read_state,
     write_state,
 )
 from tasks.numerics.calibration import CalibrationObserver
-from tasks.numerics.fingerprint import combine, fingerprints
+from tasks.numerics.fingerprint import combine
 from tasks.numerics.kv_scales import Scales
 from tasks.numerics.lr_schedule import LearningRate
 from tasks.numerics.token_sample import sample_tokens
@@ -69,6 +72,7 @@ class MegatronTrainerEngine:
         self._shape = folder_shape(model_dir)
         how = passes(spec.trainer, spec.recipe, spec.rollout.temperature)
         self._policy = policy = MegatronPolicy(model_dir, spec.recipe, layout, how)
+        self._ranks = ranks_of(policy.model, layout)
         self._optimizer = build_optimizer(
             dict(policy.model.module.named_parameters()),
             lambda: {name: tensor.to(how.device) for name, tensor in read_parameters(policy.model, model_dir)},
@@ -80,7 +84,7 @@ class MegatronTrainerEngine:
         self._reference = MegatronPolicy(model_dir, spec.recipe, layout, how).freeze() if wanted else None
         self._reference_print: str | None = None
         if self._reference is not None:
-            self._reference_print = combine(fingerprints(dict(hf_tensors(self._reference.model))))
+            self._reference_print = combine(self._fingerprints(self._reference.live_weights()))
         self._scales: Scales = {}
         self._version = 0
 
@@ -94,9 +98,16 @@ class MegatronTrainerEngine:
         by_layer = self._spec.recipe.calibration.granularity == "layer"
         return None if by_layer else self._policy.model.plan.shape.groups
 
+    def _fingerprints(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
+        """By Hugging Face name, of the whole model, from what each rank has of it by Megatron's names."""
+        return gathered_fingerprints(self._policy.model.plan.shape, self._ranks, weights)
+
+    @torch.no_grad()
     def export_weights(self, recipe: Recipe) -> SyncPayload:
         quantized = plan_linears(self._shape, recipe.rollout_linears).quantized
-        return export_payload(recipe, self._version, dict(hf_tensors(self._policy.model)), quantized, self._scales)
+        policy = self._policy
+        exporter = exporter_of(policy.model.plan.shape, self._ranks, policy.live_weights(), recipe, quantized)
+        return gather_payload(exporter, recipe, self._version, self._scales)
 
     def score(self, batch: RolloutBatch) -> Scores:
         logprobs, entropy = self._policy.score(batch, chain(*self._parts(batch)))
@@ -131,9 +142,11 @@ class MegatronTrainerEngine:
             self._scales,
             self._scale_heads,
             subsampled=limit is not None,
+            replicas=same_tokens(self._policy.model, self._scale_heads),
         )
-        # Drawn once for all rows: micro-batches must not decide which tokens are measured.
-        self._policy.observe(observer, rows, sample_tokens(rows.lengths, width, limit, seed=self._version))
+        # Drawn once for all rows: neither micro-batches nor ranks decide which tokens are measured.
+        observe_rows(self._policy, observer, rows, sample_tokens(rows.lengths, width, limit, seed=self._version))
+        reduce_over(self._ranks, observer)
         result = observer.result()
         self._scales = result.scales
         return result.metrics
@@ -150,21 +163,18 @@ class MegatronTrainerEngine:
             kv_dtype="bfloat16",
             query_dtype="bfloat16",
             scales=dict(self._scales),
-            fingerprints=fingerprints(named_as_hf(self._policy.model, self._optimizer.weights())),
+            fingerprints=self._fingerprints(self._optimizer.weights()),
         )
 
     def save(self, directory: Path) -> None:
-        model, optimizer = self._policy.model, self._optimizer
-        save_file(named_as_hf(model, optimizer.weights()), directory / WEIGHTS)
-        save_file(state_as_hf(model, optimizer.state_tensors()), directory / OPTIMIZER)
-        write_state(directory, TrainerState(self._version, self._reference_print, optimizer.updates, self._scales))
+        save_tensors(self._policy.model.plan.shape, self._ranks, self._optimizer, directory, (WEIGHTS, OPTIMIZER))
+        if self._ranks.rank == 0:
+            state = TrainerState(self._version, self._reference_print, self._optimizer.updates, self._scales)
+            write_state(directory, state)
 
     def load(self, directory: Path) -> None:
-        model, optimizer = self._policy.model, self._optimizer
-        files = (WEIGHTS, OPTIMIZER)
-        state = read_state(directory, files, self._reference_print, self._policy.layers, self._scale_heads)
-        weights = load_file(directory / WEIGHTS)
-        check_weights(weights, named_as_hf(model, optimizer.weights()))
-        moments = state_as_megatron(model, load_file(directory / OPTIMIZER))
-        optimizer.load(named_as_megatron(model, weights), moments, state.updates)
+        state = read_state(directory, self._reference_print, self._policy.layers, self._scale_heads)
+        files = [rank_files(directory, stem) for stem in (WEIGHTS, OPTIMIZER)]
+        settings = self._spec.trainer.optimizer
+        load_checkpoint(self._policy.model, self._ranks, files, settings, self._optimizer, state.updates)
         self._version, self._scales = state.version, state.scales

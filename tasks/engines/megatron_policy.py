@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.schema import MegatronTrainer, Recipe
 from conf.schema.megatron import micro_batch_multiple, row_multiple
@@ -20,11 +18,8 @@ from tasks.engines.megatron_model import MegatronModel, build_model
 from tasks.engines.megatron_weights import load_weights
 from tasks.engines.protocols import RolloutBatch, TokenRows
 from tasks.engines.train_step import score_rows
-from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.chunked_logprobs import chunked_logprobs
-from tasks.numerics.kv_scales import PARTS
 from tasks.numerics.packing import PackedRows, PackingRule, micro_batches, pack
-from tasks.numerics.token_sample import TokenSample
 
 
 @dataclass(frozen=True)
@@ -73,6 +68,10 @@ class MegatronPolicy:
     def layers(self) -> int:
         """Of the whole model."""
         return self.model.plan.shape.layers
+
+    def live_weights(self) -> dict[str, Tensor]:
+        """This rank's parameters by Megatron's names, not copies."""
+        return {name: parameter.detach() for name, parameter in self.model.module.named_parameters()}
 
     def freeze(self) -> MegatronPolicy:
         """Take part in no gradient from now on."""
@@ -143,12 +142,6 @@ class MegatronPolicy:
             return self.model.hidden_states(tokens, packed=_sequences(held))[chosen, 0]
         return self.model.hidden_states(tokens, _hidden_from(held))[chosen, 0]
 
-    def observe(self, observer: CalibrationObserver, rows: TokenRows, sample: TokenSample) -> None:
-        """Show the observer Q, K (after norm and rotary embedding) and V of the sampled tokens of all rows."""
-        for part in self.passes.parts(rows.lengths)[0]:
-            with _watched(self.model, observer, sample.rows(part)):
-                self.hidden_rows(rows, part)
-
 
 def _sequences(packed: PackedRows) -> PackedSeqParams:
     """As Transformer Engine's attention wants them."""
@@ -173,43 +166,3 @@ def _hidden_from(packed: PackedRows) -> Tensor:
     slot = torch.bucketize(place, packed.cu_seqlens_padded[1:].to(place.dtype), right=True)
     seen = (slot.unsqueeze(1) == slot) & (place.unsqueeze(1) >= place)
     return ~seen[None, None]
-
-
-@contextmanager
-def _watched(model: MegatronModel, observer: CalibrationObserver, sample: TokenSample) -> Iterator[None]:
-    """Forward passes of padded rows inside show the sampled tokens of their attention to the observer."""
-    layers: Any = model.module.decoder.layers
-    handles = [
-        layer.self_attention.core_attention.register_forward_pre_hook(_hook(model, observer, sample, number))
-        for number, layer in zip(model.part.layers, layers, strict=True)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hook(
-    model: MegatronModel, observer: CalibrationObserver, sample: TokenSample, layer: int
-) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    shape, part = model.plan.shape, model.part
-    share = max(1, shape.groups // part.tensor_size)
-    first = part.tensor_rank * shape.groups // part.tensor_size
-    heads = range(first, first + share)
-
-    def show(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        for name, x in zip(PARTS, inputs[:3], strict=True):
-            # `[tokens, rows, heads, dim]` as the observer has it.
-            values = x.permute(1, 2, 0, 3)
-            observer.observe(layer, name, sample.of(values), _weights(sample, values), heads)
-
-    return show
-
-
-def _weights(sample: TokenSample, values: Tensor) -> Tensor:
-    """The sample's weights for the tokens of `values` `[rows, heads, tokens, dim]`, which may be fewer or more."""
-    weights, width = sample.weights, values.shape[2]
-    if sample.positions is None:
-        weights = nn.functional.pad(weights, (0, max(0, width - weights.shape[1])))[:, :width]
-    return weights.to(values.device)
