@@ -15,7 +15,6 @@ multiple of 256 long. Elsewhere `load` quantises anew, with a warning; in the la
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,11 +29,10 @@ from tasks.engines.megatron_ranks import Parcel, Ranks, exchange, lightest
 from tasks.engines.megatron_shards import Holding, scale_block
 from tasks.engines.protocols import EngineError, TensorForm
 from tasks.engines.tensor_files import TensorFileWriter, form_bytes, rank_file
+from tasks.engines.trainer_state import OPTIMIZER, WEIGHTS
 from tasks.numerics.fingerprint import fingerprint
 from tasks.numerics.moment_layout import narrow_scales, spread_scales
 from tasks.numerics.moments import FP8_BLOCK
-
-log = logging.getLogger(__name__)
 
 STEP, SCALES, CODES = "step", "_scales", "_codes"
 _WEIGHT = "weight"
@@ -206,8 +204,8 @@ def _file_forms(shape: ModelShape, ranks: Ranks, shipment: Shipment) -> tuple[di
     return weights, state
 
 
-def save_tensors(shape: ModelShape, ranks: Ranks, holder: StateHolder, directory: Path, stems: tuple[str, str]) -> None:
-    """Write this rank's share of weights and optimiser state; `stems` of the two files' names.
+def save_tensors(shape: ModelShape, ranks: Ranks, holder: StateHolder, directory: Path) -> None:
+    """Write this rank's share of weights and optimiser state.
 
     On return all ranks have written theirs. What fails on one fails on all; the folder is then to be thrown away.
     """
@@ -218,7 +216,7 @@ def save_tensors(shape: ModelShape, ranks: Ranks, holder: StateHolder, directory
     tensors = shipped(shape, ranks, owned, shipment)
     failure: OSError | None = None
     try:
-        files = [directory / rank_file(stem, ranks.rank, ranks.world) for stem in stems]
+        files = [directory / rank_file(stem, ranks.rank, ranks.world) for stem in (WEIGHTS, OPTIMIZER)]
         _write(files, _file_forms(shape, ranks, shipment), tensors)
     except OSError as error:
         failure = error

@@ -26,16 +26,9 @@ from tasks.engines.plan import folder_shape
 from tasks.engines.precision_plan import plan_linears
 from tasks.engines.protocols import EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
 from tasks.engines.step_inputs import prepare_step, score_metrics
-from tasks.engines.tensor_files import rank_files
 from tasks.engines.torch_optimizer import build_optimizer
 from tasks.engines.train_step import StepParts, run_updates
-from tasks.engines.trainer_state import (
-    OPTIMIZER,
-    WEIGHTS,
-    TrainerState,
-    read_state,
-    write_state,
-)
+from tasks.engines.trainer_state import TrainerState, read_state, write_state
 from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.fingerprint import combine
 from tasks.numerics.kv_scales import Scales
@@ -167,14 +160,16 @@ class MegatronTrainerEngine:
         )
 
     def save(self, directory: Path) -> None:
-        save_tensors(self._policy.model.plan.shape, self._ranks, self._optimizer, directory, (WEIGHTS, OPTIMIZER))
+        save_tensors(self._policy.model.plan.shape, self._ranks, self._optimizer, directory)
         if self._ranks.rank == 0:
             state = TrainerState(self._version, self._reference_print, self._optimizer.updates, self._scales)
             write_state(directory, state)
 
     def load(self, directory: Path) -> None:
-        state = read_state(directory, self._reference_print, self._policy.layers, self._scale_heads)
-        files = [rank_files(directory, stem) for stem in (WEIGHTS, OPTIMIZER)]
+        layers, heads = self._policy.layers, self._scale_heads
+        state = self._ranks.together(
+            f"loading {directory}", lambda: read_state(directory, self._reference_print, layers, heads)
+        )
         settings = self._spec.trainer.optimizer
-        load_checkpoint(self._policy.model, self._ranks, files, settings, self._optimizer, state.updates)
+        load_checkpoint(self._policy.model, self._ranks, directory, settings, self._optimizer, state.updates)
         self._version, self._scales = state.version, state.scales

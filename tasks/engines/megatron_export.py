@@ -105,10 +105,11 @@ class Exporter:
         if name not in self.codes:
             return {name: _own(tensor)}
         q = quantize_as(tensor, self.fmt)
-        return {name: q.codes, scale_name(name): q.scales}
+        return {name: _own(q.codes), scale_name(name): _own(q.scales)}
 
 
 def _own(tensor: Tensor) -> Tensor:
+    """A copy with memory of exactly its size: no view of a weight, a message or a padded block."""
     return tensor.contiguous().clone()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ BUCKET_BYTES = 64 * 2**20
 """Most bytes that one rank sends to another at a time; a larger tensor goes alone."""
 
 _ALIGNED = 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,17 @@ class Ranks:
             raise error
         if failed:
             raise EngineError(f"{what}: rank {failed[0]} of {self.world} failed, and nothing is done on the others")
+
+    def together(self, what: str, work: Callable[[], T]) -> T:
+        """What `work` gives, once it has succeeded on all ranks; see `agree`. Nothing in it may talk to other ranks."""
+        failure: Exception | None = None
+        found: list[T] = []
+        try:
+            found.append(work())
+        except (EngineError, OSError) as error:
+            failure = error
+        self.agree(failure, what)
+        return found[0]
 
 
 def join_ranks(

@@ -6,7 +6,7 @@ Each rank checks the names and forms of the whole checkpoint, and reads of the t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +20,9 @@ from tasks.engines.megatron_names import Entry, ModelShape, entry_shape, fuse, h
 from tasks.engines.megatron_ranks import Ranks
 from tasks.engines.megatron_shards import fuse_parts, part_bounds, separable, whole_model
 from tasks.engines.protocols import EngineError
-from tasks.engines.tensor_files import TensorFiles
+from tasks.engines.tensor_files import TensorFiles, rank_files
 from tasks.engines.torch_optimizer import check_weights
+from tasks.engines.trainer_state import OPTIMIZER, WEIGHTS
 from tasks.numerics.moment_layout import block_of, narrow_scales, shared_in_blocks, spread_scales
 from tasks.numerics.moments import FP8_BLOCK, FP8_SMALLEST, moment_slots, pack_moments, unpack_moments
 
@@ -141,23 +142,18 @@ def _as_codes(tensor: Tensor, kind: str | None) -> Tensor:
     return tensor.view(torch.float8_e4m3fn) if kind is not None and kind.endswith(CODES) else tensor
 
 
-def load_tensors(ranks: Ranks, reader: Reader, holder: StateHolder, updates: int) -> None:
-    """Restore what this rank owns. `EngineError`, and nothing is changed on any rank, unless everything fits."""
-    failure: EngineError | None = None
+def read_owned(reader: Reader, names: Iterable[str], updates: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and state of this rank's parameters `names`, as `StateHolder.load` takes them; see `check_forms`."""
+    check_forms(reader)
     weights: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
     changed: list[str] = []
-    try:
-        check_forms(reader)
-        for name in holder.weights():
-            weights[name] = reader.elements(reader.entries[name], None)
-            found, exact = reader.parameter_state(name, updates)
-            state |= {f"{name}.{kind}": tensor for kind, tensor in found.items()}
-            if not exact:
-                changed.append(name)
-    except EngineError as error:
-        failure = error
-    ranks.agree(failure, "loading a checkpoint")
+    for name in names:
+        weights[name] = reader.elements(reader.entries[name], None)
+        found, exact = reader.parameter_state(name, updates)
+        state |= {f"{name}.{kind}": tensor for kind, tensor in found.items()}
+        if not exact:
+            changed.append(name)
     if changed:
         log.warning(
             "FP8 moments of %d parameters (%s first) are quantised anew: their blocks of %d elements are others in the "
@@ -166,7 +162,7 @@ def load_tensors(ranks: Ranks, reader: Reader, holder: StateHolder, updates: int
             changed[0],
             FP8_BLOCK,
         )
-    holder.load(weights, state, updates)
+    return weights, state
 
 
 def check_forms(reader: Reader) -> None:
@@ -239,24 +235,17 @@ def kinds_of(names: Sequence[str]) -> dict[str, frozenset[str]]:
 
 
 def load_checkpoint(
-    model: MegatronModel,
-    ranks: Ranks,
-    files: Sequence[Sequence[Path]],
-    settings: Optimizer,
-    holder: StateHolder,
-    updates: int,
+    model: MegatronModel, ranks: Ranks, directory: Path, settings: Optimizer, holder: StateHolder, updates: int
 ) -> None:
-    """`load_tensors` from the files of weights and those of optimiser state."""
+    """Restore what this rank owns. `EngineError`, and nothing is changed on any rank, unless everything fits."""
     part, entries = model.part, {entry.name: entry for entry in model.entries}
-    with TensorFiles(files[0]) as weights, TensorFiles(files[1]) as state:
-        reader = Reader(
-            model.plan.shape,
-            entries,
-            part.tensor_rank,
-            part.tensor_size,
-            settings,
-            weights,
-            state,
-            kinds_of(tuple(state.forms)),
-        )
-        load_tensors(ranks, reader, holder, updates)
+
+    def read() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        files = [rank_files(directory, stem) for stem in (WEIGHTS, OPTIMIZER)]
+        with TensorFiles(files[0]) as weights, TensorFiles(files[1]) as state:
+            kinds = kinds_of(tuple(state.forms))
+            place = part.tensor_rank, part.tensor_size
+            reader = Reader(model.plan.shape, entries, *place, settings, weights, state, kinds)
+            return read_owned(reader, holder.weights(), updates)
+
+    holder.load(*ranks.together(f"loading {directory}", read), updates)

@@ -34,9 +34,7 @@ CONFIGS: Mapping[str, Callable[[], PretrainedConfig]] = {
         **_SMALL, num_key_value_heads=2, head_dim=64, intermediate_size=256, tie_word_embeddings=True
     ),
     # 160 channels on each of two ranks: whole MXFP8 blocks, cut blocks of 128.
-    "bias": lambda: Qwen2Config(
-        **_SMALL, num_key_value_heads=2, intermediate_size=320, tie_word_embeddings=False
-    ),
+    "bias": lambda: Qwen2Config(**_SMALL, num_key_value_heads=2, intermediate_size=320, tie_word_embeddings=False),
     # More tensor ranks than key and value heads.
     "one_kv_head": lambda: Qwen3Config(
         **_SMALL, num_key_value_heads=1, head_dim=64, intermediate_size=256, tie_word_embeddings=False

@@ -153,7 +153,7 @@ def results(task: Mapping[str, Any], layout: Layout, out: Path) -> dict[str, Any
     if task["storage"] != "fp32":
         return found
     found["exports"] = exports(engine, layout.rank)
-    found["calibrations"] = calibrations(engine) if task["calibrate"] else {}
+    found["calibrations"] = calibrations(engine)
     found["refused"] = refused(engine, task["refused"])
     if task["refused"]:
         found["unsaved"] = failed_save(engine, layout.rank, out)
