@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from zlib import crc32
 
@@ -73,6 +74,7 @@ CALIBRATIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@cache
 def recipe_of(*overrides: str) -> Recipe:
     return compose(list(overrides)).recipe
 
