@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tasks.engines import megatron_cpu
 from tasks.engines.megatron_config import Layout
+from tasks.engines.precision_plan import plan_linears
 from tasks.engines.protocols import EngineError, TokenRows
 from tasks.numerics.fingerprint import fingerprints
 from tasks.numerics.fp8 import NonFiniteError
@@ -73,6 +74,8 @@ def engine_for(task: Mapping[str, Any], layout: Layout) -> Any:
 
 def exports(engine: Any, rank: int) -> dict[str, dict[str, int]]:
     """Fingerprints of the tensors that came, by scaling; those of the payload are of the same."""
+    from tasks.engines.megatron_export import exporter_of, gather_payload
+
     found = {}
     for name, overrides in SCALINGS.items():
         payload = engine.export_weights(recipe_of(*overrides))
@@ -82,6 +85,11 @@ def exports(engine: Any, rank: int) -> dict[str, dict[str, int]]:
         # Nothing drags the memory of others along.
         assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in payload.tensors.values())
         found[name] = payload.fingerprints
+    policy, recipe = engine._policy, recipe_of(*SCALINGS["block"])
+    quantized = plan_linears(engine._shape, recipe.rollout_linears).quantized
+    exporter = exporter_of(policy.model.plan.shape, engine._ranks, policy.live_weights(), recipe, quantized)
+    # In messages of one parameter or a few.
+    assert gather_payload(exporter, recipe, 0, {}, limit=30_000).fingerprints == found["block"]
     return found
 
 
