@@ -16,13 +16,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from tasks.engines.context_rows import context_share
 from tasks.engines.megatron_model import MegatronModel
 from tasks.engines.megatron_policy import MegatronPolicy
 from tasks.engines.megatron_ranks import Ranks
 from tasks.engines.protocols import TokenRows
 from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.kv_scales import PARTS
-from tasks.numerics.packing import context_places
 from tasks.numerics.token_sample import TokenSample
 
 
@@ -38,14 +38,17 @@ def observe_rows(policy: MegatronPolicy, observer: CalibrationObserver, rows: To
     """
     parts = policy.passes.parts(rows.lengths)[0]
     first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    context_rank = parallel_state.get_context_parallel_rank()
+    contexts = parallel_state.get_context_parallel_world_size()
     # As many passes on every rank: experts on several of them need tokens of all at once.
     for number in range(first, -(-len(parts) // step) * step, step):
         if number < len(parts):
             chosen = TokenRows(rows.tokens[parts[number]], rows.lengths[parts[number]])
-            share, seen = _context_share(policy, chosen, sample.rows(parts[number]))
+            seen = sample.rows(parts[number])
         else:
             nothing = torch.zeros(1, 1, dtype=torch.int64)
-            share, seen = _context_share(policy, TokenRows(nothing, nothing[0] + 1), TokenSample(None, nothing))
+            chosen, seen = TokenRows(nothing, nothing[0] + 1), TokenSample(None, nothing)
+        share, seen = context_share(chosen, seen, context_rank, contexts, policy.passes.rule.multiple)
         with _watched(policy.model, observer, seen):
             _stage_pass(policy, share)
 
@@ -55,31 +58,6 @@ def reduce_over(ranks: Ranks, observer: CalibrationObserver) -> None:
     if ranks.world > 1:
         dist.all_reduce(observer.maxima, dist.ReduceOp.MAX)
         dist.all_reduce(observer.sums)
-
-
-def _context_share(policy: MegatronPolicy, rows: TokenRows, sample: TokenSample) -> tuple[TokenRows, TokenSample]:
-    """This context rank's columns of padded rows, and the sample in them; everything with one such rank."""
-    size = parallel_state.get_context_parallel_world_size()
-    if size == 1:
-        return rows, sample
-    multiple = 2 * size * policy.passes.rule.multiple
-    width = -(-int(rows.lengths.max()) // multiple) * multiple
-    places = context_places(torch.tensor([0, width]), parallel_state.get_context_parallel_rank(), size)
-    real = torch.arange(rows.tokens.shape[1]) < rows.lengths.unsqueeze(1)
-    tokens = _to_width(torch.where(real, rows.tokens, 0), width)[:, places]
-    weights = _to_width(_by_column(sample, rows.tokens.shape[1]), width)[:, places]
-    return TokenRows(tokens, torch.full_like(rows.lengths, places.numel())), TokenSample(None, weights)
-
-
-def _by_column(sample: TokenSample, width: int) -> Tensor:
-    """The weights of a sample, `[rows, width]`, each at its token's own column."""
-    if sample.positions is None:
-        return sample.weights
-    return sample.weights.new_zeros(sample.weights.shape[0], width).scatter_add(1, sample.positions, sample.weights)
-
-
-def _to_width(values: Tensor, width: int) -> Tensor:
-    return nn.functional.pad(values, (0, max(0, width - values.shape[1])))[:, :width]
 
 
 def _stage_pass(policy: MegatronPolicy, rows: TokenRows) -> None:

@@ -30,7 +30,6 @@ from tasks.engines.megatron_shards import Holding, scale_block
 from tasks.engines.protocols import EngineError, TensorForm
 from tasks.engines.tensor_files import TensorFileWriter, form_bytes, rank_file
 from tasks.engines.trainer_state import OPTIMIZER, WEIGHTS
-from tasks.numerics.fingerprint import fingerprint
 from tasks.numerics.moment_layout import narrow_scales, spread_scales
 from tasks.numerics.moments import FP8_BLOCK
 
@@ -232,17 +231,3 @@ def _write(files: Sequence[Path], forms: Sequence[Mapping[str, TensorForm]], ten
                 weights.put(name, tensor)
             else:
                 state.put(f"{name}.{kind}", tensor)
-
-
-def gathered_fingerprints(shape: ModelShape, ranks: Ranks, weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """Fingerprint of each Hugging Face tensor, on every rank, from what each rank owns of the weights."""
-    owned = owned_by(weights, {})
-    shipment = plan_shipment(shape, ranks, owned)
-    names = [name for holding in ranks.holdings for name in holding.entry.sources]
-    place = {name: number for number, name in enumerate(names)}
-    found = torch.zeros(len(names), dtype=torch.int64)
-    for name, _, tensor in shipped(shape, ranks, owned, shipment):
-        value = fingerprint(tensor)
-        found[place[name]] = value - 2**64 if value >= 2**63 else value
-    together = ranks.total(found).tolist()
-    return {name: value % 2**64 for name, value in zip(names, together, strict=True)}

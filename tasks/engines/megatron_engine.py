@@ -15,11 +15,12 @@ from torch import Tensor
 
 from conf.schema import Algorithm, Correction, MegatronTrainer, Recipe, Rollout
 from tasks.engines.megatron_calibration import observe_rows, reduce_over, same_tokens
-from tasks.engines.megatron_checkpoint import gathered_fingerprints, save_tensors
+from tasks.engines.megatron_checkpoint import save_tensors
 from tasks.engines.megatron_config import Layout
 from tasks.engines.megatron_export import exporter_of, gather_payload
 from tasks.engines.megatron_model import ranks_of
 from tasks.engines.megatron_policy import MegatronPolicy, passes
+from tasks.engines.megatron_report import differing_copies, gathered_fingerprints
 from tasks.engines.megatron_restore import load_checkpoint
 from tasks.engines.megatron_weights import read_parameters
 from tasks.engines.plan import folder_shape
@@ -157,6 +158,7 @@ class MegatronTrainerEngine:
             query_dtype="bfloat16",
             scales=dict(self._scales),
             fingerprints=self._fingerprints(self._optimizer.weights()),
+            problems=differing_copies(self._policy.model.plan.shape, self._ranks, self._policy.live_weights()),
         )
 
     def save(self, directory: Path) -> None:

@@ -27,7 +27,8 @@ from tasks.engines.megatron_names import (
 )
 from tasks.numerics.moments import FP8_BLOCK
 
-_TIED_COPY = "output_layer.weight"
+TIED_COPY = "output_layer.weight"
+"""Megatron's name of what a pipeline's last stage has of a tied embedding."""
 
 
 def whole_model(shape: ModelShape) -> tuple[Entry, ...]:
@@ -56,7 +57,7 @@ def holdings(shape: ModelShape, parts: Sequence[Part]) -> tuple[Holding, ...]:
     form, size = Form(False, False), parts[0].tensor_size
     for rank, part in enumerate(parts):
         for entry in stage_entries(shape, form, part):
-            if shape.tied and entry.name == _TIED_COPY:
+            if shape.tied and entry.name == TIED_COPY:
                 continue
             shards = holders.setdefault(entry.sources, [[] for _ in range(1 if entry.layout == "whole" else size)])
             shards[0 if entry.layout == "whole" else part.tensor_rank].append(rank)
@@ -65,7 +66,7 @@ def holdings(shape: ModelShape, parts: Sequence[Part]) -> tuple[Holding, ...]:
 
 def local_names(shape: ModelShape, entries: Sequence[Entry]) -> dict[tuple[str, ...], str]:
     """The name that a rank has for each of its parameters, by `sources`; see `Holding` for the one left out."""
-    return {entry.sources: entry.name for entry in entries if not (shape.tied and entry.name == _TIED_COPY)}
+    return {entry.sources: entry.name for entry in entries if not (shape.tied and entry.name == TIED_COPY)}
 
 
 def cut_dimension(entry: Entry) -> int:

@@ -130,6 +130,16 @@ def damaged_export(engine: Any, rank: int) -> str:
     return "exported"
 
 
+def unequal_copies(engine: Any, rank: int, layout: Layout) -> list[str]:
+    """Problems in the report before and after one copy of a weight changes on rank 1, if ranks share any."""
+    weights = engine._policy.live_weights()
+    shared = "output_layer.weight" if layout.pipeline > 1 else "decoder.layers.0.self_attention.q_layernorm.weight"
+    before = list(engine.report().problems)
+    if rank == 1 and shared in weights:
+        weights[shared].view(-1)[0] += 1
+    return [*before, *engine.report().problems]
+
+
 def failed_save(engine: Any, rank: int, out: Path) -> str:
     """To a folder that one rank does not have."""
     folder = out / "nowhere"
@@ -166,6 +176,7 @@ def results(task: Mapping[str, Any], layout: Layout, out: Path) -> dict[str, Any
     if task["refused"]:
         found["unsaved"] = failed_save(engine, layout.rank, out)
         found["infinite"] = damaged_export(engine, layout.rank)
+    found["unequal"] = unequal_copies(engine, layout.rank, layout)
     return found
 
 

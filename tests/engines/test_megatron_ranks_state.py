@@ -325,6 +325,20 @@ def test_a_weight_that_is_not_finite_is_named_by_every_rank(bench: Bench) -> Non
         assert found["infinite"].startswith("weight model.layers.1.mlp.down_proj.weight holds inf or NaN")
 
 
+def test_copies_that_differ_are_a_problem_of_the_report_on_every_rank(bench: Bench) -> None:
+    expected = {
+        ("data", "tied"): "model.layers.0.self_attn.q_norm.weight: ranks 0 and 1 hold different copies",
+        ("expert", "moe"): "model.layers.0.self_attn.q_norm.weight: ranks 0 and 1 hold different copies",
+        ("tensor", "tied"): "model.layers.0.self_attn.q_norm.weight: ranks 0 and 1 hold different copies",
+        ("pipeline", "tied"): "model.embed_tokens.weight: ranks 0 and 1 hold different copies",
+    }
+    for key, problem in expected.items():
+        assert [found["unequal"] for found in bench.found[key]] == [[problem]] * 2
+    # Nothing is shared: biases on tensor ranks, an untied head, a single rank.
+    for key in (("pipeline", "bias"), ("pipeline", "moe"), ("single", "tied")):
+        assert not any(found["unequal"] for found in bench.found[key])
+
+
 def test_a_folder_that_one_rank_lacks_is_refused_by_all(bench: Bench) -> None:
     first, second = bench.found["tensor", "tied"]
     assert first["unsaved"].endswith("somewhere: rank 1 of 2 failed, and nothing is done on the others")
