@@ -69,7 +69,11 @@ class Reader:
             spread_scales(self.state.get(f"{name}.{kind}"), source_shape(self.shape, name)) for name in entry.sources
         ]
         rank, size = (0, 1) if entry.layout == "whole" else (self.rank, self.size)
-        return fuse(self.shape, entry, whole, rank, size)
+        found = fuse(self.shape, entry, whole, rank, size)
+        if entry.layout == "vocabulary":
+            dim, start, stop = part_bounds(self.shape, entry, entry.sources[0], rank, size)
+            _scale_padding(found.view(-1), (stop - start) * found.shape[1 - dim])
+        return found
 
     def parameter_state(self, name: str, number: int) -> tuple[dict[str, Tensor], bool]:
         """State of one of this rank's parameters, and whether it is exactly what was saved; `number` of updates."""
@@ -103,7 +107,9 @@ class Reader:
         else:
             first, second = self._mixed(entry, held)
         generator = torch.Generator().manual_seed(number)
-        return found | pack_moments(first.to(torch.float32), second.to(torch.float32), "fp8", generator), False
+        packed = pack_moments(first.to(torch.float32), second.to(torch.float32), "fp8", generator)
+        # Too small for FP8 here: decoded, the moments are what they were.
+        return found | packed, _PLAIN[0] in wanted
 
     def _mixed(self, entry: Entry, held: Sequence[frozenset[str]]) -> tuple[Tensor, Tensor]:
         """fp32 moments of a parameter whose Hugging Face tensors are not all large enough for FP8."""
@@ -116,6 +122,14 @@ class Reader:
         rank, size = (0, 1) if entry.layout == "whole" else (self.rank, self.size)
         first, second = (fuse(self.shape, entry, part, rank, size) for part in parts)
         return first, second
+
+
+def _scale_padding(scales: Tensor, real: int) -> None:
+    """Scales of the zeros behind `real` elements as quantising gives them: that of the block they are in, else 1."""
+    ends = -(-real // FP8_BLOCK) * FP8_BLOCK
+    if real:
+        scales[real:ends] = scales[real - 1].clone()
+    scales[ends:] = 1.0
 
 
 def unpack_or_spread(stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
