@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tasks.engines.context_rows import context_share
 from tasks.engines.megatron_model import MegatronModel
 from tasks.engines.megatron_policy import MegatronPolicy
-from tasks.engines.megatron_ranks import Ranks
+from tasks.engines.megatron_world import World
 from tasks.engines.protocols import TokenRows
 from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.kv_scales import PARTS
@@ -27,7 +27,7 @@ from tasks.numerics.token_sample import TokenSample
 
 
 def same_tokens(model: MegatronModel, heads: int | None) -> int:
-    """Ranks that show the observer the same tokens under one scale; `heads` scales for each layer, None for one."""
+    """World that show the observer the same tokens under one scale; `heads` scales for each layer, None for one."""
     return 1 if heads is not None else min(model.part.tensor_size, model.plan.shape.groups)
 
 
@@ -53,9 +53,9 @@ def observe_rows(policy: MegatronPolicy, observer: CalibrationObserver, rows: To
             _stage_pass(policy, share)
 
 
-def reduce_over(ranks: Ranks, observer: CalibrationObserver) -> None:
+def reduce_over(world: World, observer: CalibrationObserver) -> None:
     """Give every rank what all have seen."""
-    if ranks.world > 1:
+    if world.size > 1:
         dist.all_reduce(observer.maxima, dist.ReduceOp.MAX)
         dist.all_reduce(observer.sums)
 

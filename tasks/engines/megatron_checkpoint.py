@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from tasks.engines.megatron_names import ModelShape, entry_shape, source_shape, split
-from tasks.engines.megatron_ranks import Parcel, Ranks, exchange, lightest
 from tasks.engines.megatron_shards import Holding, scale_block
+from tasks.engines.megatron_world import Parcel, World, exchange, lightest
 from tasks.engines.protocols import EngineError, TensorForm
 from tasks.engines.tensor_files import TensorFileWriter, form_bytes, rank_file
 from tasks.engines.trainer_state import OPTIMIZER, WEIGHTS
@@ -94,15 +94,15 @@ class Shipment:
     kinds: tuple[tuple[tuple[str, torch.dtype], ...], ...]
 
 
-def plan_shipment(shape: ModelShape, ranks: Ranks, owned: Owned) -> Shipment:
+def plan_shipment(shape: ModelShape, world: World, owned: Owned) -> Shipment:
     """Each parameter to one of its owners, so that all have about equally many bytes; the same on all ranks.
 
     `EngineError` for a parameter that nobody owns, and one of which shards differ in kind.
     """
-    masks = ranks.gather(torch.tensor(_masks(ranks, owned)))
-    loads, parcels, kinds = [0] * ranks.world, {}, {}
+    masks = world.gather(torch.tensor(_masks(world, owned)))
+    loads, parcels, kinds = [0] * world.size, {}, {}
     forms = {}
-    for number, holding in enumerate(ranks.holdings):
+    for number, holding in enumerate(world.holdings):
         owners = [[rank for rank in shard if masks[rank, number]] for shard in holding.shards]
         told = {int(masks[rank, number]) for shard in owners for rank in shard}
         if not all(owners) or len(told) != 1:
@@ -112,9 +112,9 @@ def plan_shipment(shape: ModelShape, ranks: Ranks, owned: Owned) -> Shipment:
             )
         kinds[number] = tuple(item for bit, item in enumerate(_ITEMS) if next(iter(told)) >> bit & 1)
         forms[number] = tuple(_form(shape, holding, *item) for item in kinds[number])
-    sizes = {number: sum(map(form_bytes, forms[number])) * ranks.holdings[number].size for number in forms}
+    sizes = {number: sum(map(form_bytes, forms[number])) * world.holdings[number].size for number in forms}
     for number in sorted(forms, key=lambda n: (-sizes[n], n)):
-        owners = [[rank for rank in shard if masks[rank, number]] for shard in ranks.holdings[number].shards]
+        owners = [[rank for rank in shard if masks[rank, number]] for shard in world.holdings[number].shards]
         target = lightest(sorted(rank for shard in owners for rank in shard), loads, sizes[number])
         sources = tuple(target if target in shard else shard[0] for shard in owners)
         parcels[number] = Parcel(number, sources, target, forms[number])
@@ -123,10 +123,10 @@ def plan_shipment(shape: ModelShape, ranks: Ranks, owned: Owned) -> Shipment:
     return Shipment(tuple(order), tuple(kinds[number] for number in range(len(kinds))))
 
 
-def _masks(ranks: Ranks, owned: Owned) -> list[int]:
+def _masks(world: World, owned: Owned) -> list[int]:
     found = []
-    for holding in ranks.holdings:
-        tensors = owned.get(ranks.names.get(holding.entry.sources, ""), {})
+    for holding in world.holdings:
+        tensors = owned.get(world.names.get(holding.entry.sources, ""), {})
         items = [(kind, tensor.dtype) for kind, tensor in tensors.items()]
         unknown = sorted(str(item) for item in items if item not in _ITEMS)
         if unknown:
@@ -149,15 +149,15 @@ Tensors = Iterator[tuple[str, str, Tensor]]
 """Hugging Face name, kind and tensor."""
 
 
-def shipped(shape: ModelShape, ranks: Ranks, owned: Owned, shipment: Shipment) -> Tensors:
+def shipped(shape: ModelShape, world: World, owned: Owned, shipment: Shipment) -> Tensors:
     """All that is for this rank; every rank goes through it to the end."""
-    held, kinds = ranks.holdings, shipment.kinds
+    held, kinds = world.holdings, shipment.kinds
 
     def give(parcel: Parcel) -> list[Tensor]:
-        tensors = owned[ranks.names[held[parcel.number].entry.sources]]
+        tensors = owned[world.names[held[parcel.number].entry.sources]]
         return [tensors[kind] for kind, _ in kinds[parcel.number]]
 
-    for parcel, shards in exchange(ranks, shipment.parcels, give):
+    for parcel, shards in exchange(world, shipment.parcels, give):
         holding = held[parcel.number]
         for (kind, _), column in zip(kinds[parcel.number], zip(*shards, strict=True), strict=True):
             for name, tensor in _whole(shape, holding, kind, column).items():
@@ -180,14 +180,14 @@ def _whole(shape: ModelShape, holding: Holding, kind: str, shards: Sequence[Tens
     return split(shape, entry, shards)
 
 
-def _file_forms(shape: ModelShape, ranks: Ranks, shipment: Shipment) -> tuple[dict[str, TensorForm], ...]:
+def _file_forms(shape: ModelShape, world: World, shipment: Shipment) -> tuple[dict[str, TensorForm], ...]:
     """What this rank writes: weights, and state."""
     weights: dict[str, TensorForm] = {}
     state: dict[str, TensorForm] = {}
     for parcel in shipment.parcels:
-        if parcel.target != ranks.rank:
+        if parcel.target != world.rank:
             continue
-        holding = ranks.holdings[parcel.number]
+        holding = world.holdings[parcel.number]
         for kind, dtype in shipment.kinds[parcel.number]:
             for name in holding.entry.sources:
                 form = TensorForm(source_shape(shape, name), dtype)
@@ -203,25 +203,25 @@ def _file_forms(shape: ModelShape, ranks: Ranks, shipment: Shipment) -> tuple[di
     return weights, state
 
 
-def save_tensors(shape: ModelShape, ranks: Ranks, holder: StateHolder, directory: Path) -> None:
+def save_tensors(shape: ModelShape, world: World, holder: StateHolder, directory: Path) -> None:
     """Write this rank's share of weights and optimiser state.
 
     On return all ranks have written theirs. What fails on one fails on all; the folder is then to be thrown away.
     """
-    missing = EngineError(f"{directory}: no such folder on rank {ranks.rank}; allowed: one that all ranks see")
-    ranks.agree(None if directory.is_dir() else missing, f"saving to {directory}")
+    missing = EngineError(f"{directory}: no such folder on rank {world.rank}; allowed: one that all ranks see")
+    world.agree(None if directory.is_dir() else missing, f"saving to {directory}")
     owned = owned_by(holder.weights(), holder.state_tensors())
-    shipment = plan_shipment(shape, ranks, owned)
-    tensors = shipped(shape, ranks, owned, shipment)
+    shipment = plan_shipment(shape, world, owned)
+    tensors = shipped(shape, world, owned, shipment)
     failure: OSError | None = None
     try:
-        files = [directory / rank_file(stem, ranks.rank, ranks.world) for stem in (WEIGHTS, OPTIMIZER)]
-        _write(files, _file_forms(shape, ranks, shipment), tensors)
+        files = [directory / rank_file(stem, world.rank, world.size) for stem in (WEIGHTS, OPTIMIZER)]
+        _write(files, _file_forms(shape, world, shipment), tensors)
     except OSError as error:
         failure = error
         # The others still wait for what this rank has to send.
         deque(tensors, maxlen=0)
-    ranks.agree(failure, f"saving to {directory}")
+    world.agree(failure, f"saving to {directory}")
 
 
 def _write(files: Sequence[Path], forms: Sequence[Mapping[str, TensorForm]], tensors: Tensors) -> None:

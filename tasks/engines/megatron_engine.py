@@ -18,7 +18,7 @@ from tasks.engines.megatron_calibration import observe_rows, reduce_over, same_t
 from tasks.engines.megatron_checkpoint import save_tensors
 from tasks.engines.megatron_config import Layout
 from tasks.engines.megatron_export import exporter_of, gather_payload
-from tasks.engines.megatron_model import ranks_of
+from tasks.engines.megatron_model import world_of
 from tasks.engines.megatron_policy import MegatronPolicy, passes
 from tasks.engines.megatron_report import differing_copies, gathered_fingerprints
 from tasks.engines.megatron_restore import load_checkpoint
@@ -66,7 +66,7 @@ class MegatronTrainerEngine:
         self._shape = folder_shape(model_dir)
         how = passes(spec.trainer, spec.recipe, spec.rollout.temperature)
         self._policy = policy = MegatronPolicy(model_dir, spec.recipe, layout, how)
-        self._ranks = ranks_of(policy.model, layout)
+        self._world = world_of(policy.model, layout)
         self._optimizer = build_optimizer(
             dict(policy.model.module.named_parameters()),
             lambda: {name: tensor.to(how.device) for name, tensor in read_parameters(policy.model, model_dir)},
@@ -94,13 +94,13 @@ class MegatronTrainerEngine:
 
     def _fingerprints(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
         """By Hugging Face name, of the whole model, from what each rank has of it by Megatron's names."""
-        return gathered_fingerprints(self._policy.model.plan.shape, self._ranks, weights)
+        return gathered_fingerprints(self._policy.model.plan.shape, self._world, weights)
 
     @torch.no_grad()
     def export_weights(self, recipe: Recipe) -> SyncPayload:
         quantized = plan_linears(self._shape, recipe.rollout_linears).quantized
         policy = self._policy
-        exporter = exporter_of(policy.model.plan.shape, self._ranks, policy.live_weights(), recipe, quantized)
+        exporter = exporter_of(policy.model.plan.shape, self._world, policy.live_weights(), recipe, quantized)
         return gather_payload(exporter, recipe, self._version, self._scales)
 
     def score(self, batch: RolloutBatch) -> Scores:
@@ -140,7 +140,7 @@ class MegatronTrainerEngine:
         )
         # Drawn once for all rows: neither micro-batches nor ranks decide which tokens are measured.
         observe_rows(self._policy, observer, rows, sample_tokens(rows.lengths, width, limit, seed=self._version))
-        reduce_over(self._ranks, observer)
+        reduce_over(self._world, observer)
         result = observer.result()
         self._scales = result.scales
         return result.metrics
@@ -158,20 +158,20 @@ class MegatronTrainerEngine:
             query_dtype="bfloat16",
             scales=dict(self._scales),
             fingerprints=self._fingerprints(self._optimizer.weights()),
-            problems=differing_copies(self._policy.model.plan.shape, self._ranks, self._policy.live_weights()),
+            problems=differing_copies(self._policy.model.plan.shape, self._world, self._policy.live_weights()),
         )
 
     def save(self, directory: Path) -> None:
-        save_tensors(self._policy.model.plan.shape, self._ranks, self._optimizer, directory)
-        if self._ranks.rank == 0:
+        save_tensors(self._policy.model.plan.shape, self._world, self._optimizer, directory)
+        if self._world.rank == 0:
             state = TrainerState(self._version, self._reference_print, self._optimizer.updates, self._scales)
             write_state(directory, state)
 
     def load(self, directory: Path) -> None:
         layers, heads = self._policy.layers, self._scale_heads
-        state = self._ranks.together(
+        state = self._world.together(
             f"loading {directory}", lambda: read_state(directory, self._reference_print, layers, heads)
         )
         settings = self._spec.trainer.optimizer
-        load_checkpoint(self._policy.model, self._ranks, directory, settings, self._optimizer, state.updates)
+        load_checkpoint(self._policy.model, self._world, directory, settings, self._optimizer, state.updates)
         self._version, self._scales = state.version, state.scales

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from conf.schema import Recipe
 from tasks.engines.megatron_names import ModelShape, entry_shape, hf_shapes, split
-from tasks.engines.megatron_ranks import Parcel, Ranks, exchange
 from tasks.engines.megatron_shards import Holding, cut_dimension, join_parts, part_shape, part_tensors, separable
+from tasks.engines.megatron_world import Parcel, World, exchange
 from tasks.engines.precision_plan import block_spec, scale_name
 from tasks.engines.protocols import SyncPayload, TensorForm
 from tasks.numerics.fingerprint import fingerprints
@@ -35,7 +35,7 @@ class Exporter:
     """
 
     shape: ModelShape
-    ranks: Ranks
+    world: World
     weights: Mapping[str, Tensor]
     dtype: torch.dtype
     fmt: Format
@@ -68,7 +68,7 @@ class Exporter:
     def give(self, holding: Holding, encode: Mapping[str, Tensor]) -> list[Tensor]:
         """This rank's tensors of those forms."""
         shape, entry, size = self.shape, holding.entry, holding.size
-        weight = self.weights[self.ranks.names[entry.sources]]
+        weight = self.weights[self.world.names[entry.sources]]
         if not separable(shape, entry, size):
             return [weight]
         found = []
@@ -121,40 +121,40 @@ def gather_payload(
     `NonFiniteError` on every rank, naming the tensor, where a weight to quantise holds inf or NaN. `limit`: see
     `exchange`.
     """
-    ranks, encode = exporter.ranks, _survey(exporter)
+    world, encode = exporter.world, _survey(exporter)
     parcels = [
         Parcel(number, tuple(shard[0] for shard in holding.shards), 0, exporter.forms(holding))
-        for number, holding in enumerate(ranks.holdings)
+        for number, holding in enumerate(world.holdings)
     ]
-    held = ranks.holdings
+    held = world.holdings
     found: dict[str, Tensor] = {}
     options = {} if limit is None else {"limit": limit}
-    for parcel, shards in exchange(ranks, parcels, lambda p: exporter.give(held[p.number], encode), **options):
+    for parcel, shards in exchange(world, parcels, lambda p: exporter.give(held[p.number], encode), **options):
         found |= exporter.join(held[parcel.number], shards)
     kept = dict(scales) if recipe.kv.quantized else {}
     return SyncPayload(version, found, kept, fingerprints(found))
 
 
 def exporter_of(
-    shape: ModelShape, ranks: Ranks, weights: Mapping[str, Tensor], recipe: Recipe, quantized: Collection[str]
+    shape: ModelShape, world: World, weights: Mapping[str, Tensor], recipe: Recipe, quantized: Collection[str]
 ) -> Exporter:
     """For a recipe's rollout side; `quantized` names linear layers."""
     codes = frozenset(f"{name}.weight" for name in quantized)
     dtype = next(iter(weights.values())).dtype
-    return Exporter(shape, ranks, weights, dtype, block_spec(recipe.rollout_linears).weight_format, codes)
+    return Exporter(shape, world, weights, dtype, block_spec(recipe.rollout_linears).weight_format, codes)
 
 
 def _survey(exporter: Exporter) -> dict[str, Tensor]:
     """Encode factors of the tensors whose blocks reach over tensor-parallel ranks, by name; all are looked at first."""
     if not exporter.codes:
         return {}
-    ranks, shape, fmt = exporter.ranks, exporter.shape, exporter.fmt
+    world, shape, fmt = exporter.world, exporter.shape, exporter.fmt
     order = {name: number for number, name in enumerate(hf_shapes(shape))}
     finite: dict[str, Tensor] = {}
     peaks: dict[str, Tensor] = {}
-    for holding in ranks.holdings:
+    for holding in world.holdings:
         entry, size = holding.entry, holding.size
-        local = ranks.names.get(entry.sources)
+        local = world.names.get(entry.sources)
         chosen = [name for name in entry.sources if name in exporter.codes]
         if local is None or not chosen:
             continue
@@ -167,11 +167,11 @@ def _survey(exporter: Exporter) -> dict[str, Tensor]:
             finite[name] = torch.isfinite(parts[name]).all()
             if size > 1 and fmt.block[cut_dimension(entry)] is None:
                 peaks[name] = block_amax(parts[name], fmt.block_of(tuple(parts[name].shape)))
-    _check_finite(ranks, finite, order)
+    _check_finite(world, finite, order)
     if not peaks:
         return {}
     together = torch.cat([peak.reshape(-1) for peak in peaks.values()])
-    dist.all_reduce(together, dist.ReduceOp.MAX, group=ranks.tensor_group)
+    dist.all_reduce(together, dist.ReduceOp.MAX, group=world.tensor_group)
     largest = together.split([peak.numel() for peak in peaks.values()])
     return {
         name: encode_scales(amax.view(peak.shape), fmt.power_of_two, fmt.limits.largest)
@@ -179,9 +179,9 @@ def _survey(exporter: Exporter) -> dict[str, Tensor]:
     }
 
 
-def _check_finite(ranks: Ranks, finite: Mapping[str, Tensor], order: Mapping[str, int]) -> None:
+def _check_finite(world: World, finite: Mapping[str, Tensor], order: Mapping[str, int]) -> None:
     known = torch.stack(list(finite.values())).tolist() if finite else []
     bad = [order[name] for name, good in zip(finite, known, strict=True) if not good]
-    first = int(ranks.gather(torch.tensor([min(bad, default=len(order))])).min())
+    first = int(world.gather(torch.tensor([min(bad, default=len(order))])).min())
     if first < len(order):
         raise NonFiniteError(f"weight {list(order)[first]} holds inf or NaN: it cannot be quantised")

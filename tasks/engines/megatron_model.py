@@ -35,7 +35,7 @@ from tasks.engines.megatron_config import (
 )
 from tasks.engines.megatron_names import Entry, Form, Part, check_names, entry_shape, split, stage_entries
 from tasks.engines.megatron_private import HiddenStatesModel, check_version, fp32_block_scales, layer_spec
-from tasks.engines.megatron_ranks import Ranks, join_ranks
+from tasks.engines.megatron_world import World, join_world
 from tasks.engines.protocols import EngineError
 
 
@@ -273,8 +273,8 @@ def _gathered(weight: Tensor) -> list[Tensor]:
     return shards
 
 
-def ranks_of(model: MegatronModel, layout: Layout) -> Ranks:
+def world_of(model: MegatronModel, layout: Layout) -> World:
     """All ranks of the layout, which must all call this."""
     device = next(model.module.parameters()).device
     group = parallel_state.get_tensor_model_parallel_group()
-    return join_ranks(model.plan, layout, model.entries, local_place(), device, group)
+    return join_world(model.plan, layout, model.entries, local_place(), device, group)

@@ -17,8 +17,8 @@ from torch import Tensor
 from conf.schema import Optimizer
 from tasks.engines.megatron_checkpoint import CODES, SCALES, STEP, StateHolder
 from tasks.engines.megatron_names import Entry, ModelShape, entry_shape, fuse, hf_shapes, source_shape
-from tasks.engines.megatron_ranks import Ranks
 from tasks.engines.megatron_shards import fuse_parts, part_bounds, separable, whole_model
+from tasks.engines.megatron_world import World
 from tasks.engines.protocols import EngineError
 from tasks.engines.tensor_files import TensorFiles, rank_files
 from tasks.engines.torch_optimizer import check_weights
@@ -249,7 +249,7 @@ def kinds_of(names: Sequence[str]) -> dict[str, frozenset[str]]:
 
 
 def load_checkpoint(
-    model: MegatronModel, ranks: Ranks, directory: Path, settings: Optimizer, holder: StateHolder, updates: int
+    model: MegatronModel, world: World, directory: Path, settings: Optimizer, holder: StateHolder, updates: int
 ) -> None:
     """Restore what this rank owns. `EngineError`, and nothing is changed on any rank, unless everything fits."""
     part, entries = model.part, {entry.name: entry for entry in model.entries}
@@ -262,4 +262,4 @@ def load_checkpoint(
             reader = Reader(model.plan.shape, entries, *place, settings, weights, state, kinds)
             return read_owned(reader, holder.weights(), updates)
 
-    holder.load(*ranks.together(f"loading {directory}", read), updates)
+    holder.load(*world.together(f"loading {directory}", read), updates)

@@ -87,7 +87,7 @@ def exports(engine: Any, rank: int) -> dict[str, dict[str, int]]:
         found[name] = payload.fingerprints
     policy, recipe = engine._policy, recipe_of(*SCALINGS["block"])
     quantized = plan_linears(engine._shape, recipe.rollout_linears).quantized
-    exporter = exporter_of(policy.model.plan.shape, engine._ranks, policy.live_weights(), recipe, quantized)
+    exporter = exporter_of(policy.model.plan.shape, engine._world, policy.live_weights(), recipe, quantized)
     # In messages of one parameter or a few.
     assert gather_payload(exporter, recipe, 0, {}, limit=30_000).fingerprints == found["block"]
     return found

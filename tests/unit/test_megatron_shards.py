@@ -13,7 +13,6 @@ from tasks.engines.checkpoint_names import checkpoint_parameters
 from tasks.engines.megatron_config import Layout, part_at, plan_model
 from tasks.engines.megatron_export import Exporter, exporter_of
 from tasks.engines.megatron_names import Entry, Form, ModelShape, fuse, source_shape, split, stage_entries
-from tasks.engines.megatron_ranks import Ranks
 from tasks.engines.megatron_shards import (
     Holding,
     fuse_parts,
@@ -26,6 +25,7 @@ from tasks.engines.megatron_shards import (
     separable,
     whole_model,
 )
+from tasks.engines.megatron_world import World
 from tasks.engines.plan import folder_shape
 from tasks.engines.precision_plan import plan_linears, scale_name
 from tasks.numerics.fp8 import block_amax, encode_scales, quantize_as
@@ -90,8 +90,8 @@ def _exporters(
             e.name: fuse(shape, e, [weights[s] for s in e.sources], *((0, 1) if e.layout == "whole" else (rank, size)))
             for e in entries
         }
-        ranks = Ranks(rank, size, holdings(shape, parts), local_names(shape, entries), torch.device("cpu"))
-        found.append(exporter_of(shape, ranks, held, recipe, quantized))
+        world = World(rank, size, holdings(shape, parts), local_names(shape, entries), torch.device("cpu"))
+        found.append(exporter_of(shape, world, held, recipe, quantized))
     return found, frozenset(f"{name}.weight" for name in quantized)
 
 
@@ -103,7 +103,7 @@ def _encode(exporters: list[Exporter], holding: Holding) -> dict[str, Tensor]:
     if not separable(shape, holding.entry, holding.size):
         return {}
     parts = [
-        part_tensors(shape, holding.entry, e.weights[e.ranks.names[holding.entry.sources]], holding.size)
+        part_tensors(shape, holding.entry, e.weights[e.world.names[holding.entry.sources]], holding.size)
         for e in exporters
     ]
     for name in exporters[0].codes.intersection(holding.entry.sources):
@@ -121,7 +121,7 @@ def test_shards_quantised_before_they_are_joined_are_the_whole_quantised(
     weights = _weights(folders[name])
     exporters, codes = _exporters(folders[name], weights, scaling, size)
     found: dict[str, Tensor] = {}
-    for holding in exporters[0].ranks.holdings:
+    for holding in exporters[0].world.holdings:
         encode = _encode(exporters, holding)
         sent = [exporters[shard[0]].give(holding, encode) for shard in holding.shards]
         for tensors in sent:
@@ -155,7 +155,7 @@ def test_codes_travel_where_blocks_end_at_the_cut(folders: dict[str, Path]) -> N
         exporter = _exporters(folders[name], _weights(folders[name]), scaling, 2)[0][0]
         ahead = {
             source.split(".")[-2]
-            for holding in exporter.ranks.holdings
+            for holding in exporter.world.holdings
             for source in holding.entry.sources
             if exporter.ahead(holding, source)
         }
@@ -165,7 +165,7 @@ def test_codes_travel_where_blocks_end_at_the_cut(folders: dict[str, Path]) -> N
 def test_every_parameter_has_its_holders(folders: dict[str, Path]) -> None:
     layout = Layout(pipeline=2, data=2, expert=2)
     shape = plan_model(folders["moe"], layout).shape
-    # Ranks in Megatron's order: data within a pipeline stage.
+    # World in Megatron's order: data within a pipeline stage.
     parts = [part_at(shape, layout, stage, expert, 0) for stage in range(2) for expert in range(2)]
     held = {source: h.shards for h in holdings(shape, parts) for source in h.entry.sources}
     assert held["model.embed_tokens.weight"] == ((0, 1),)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class World:
     """All ranks, seen from one of them.
 
     `holdings`: every parameter of the model and who has it; `names`: this rank's own, by their Hugging Face tensors.
@@ -35,25 +35,25 @@ class Ranks:
     """
 
     rank: int
-    world: int
+    size: int
     holdings: tuple[Holding, ...]
     names: dict[tuple[str, ...], str]
     device: torch.device
     tensor_group: dist.ProcessGroup | None = None
 
     def gather(self, values: Tensor) -> Tensor:
-        """Integers `[n]` of every rank, int64 `[world, n]` on the CPU."""
+        """Integers `[n]` of every rank, int64 `[ranks, n]` on the CPU."""
         own = values.to(self.device, torch.int64)
-        if self.world == 1:
+        if self.size == 1:
             return own.cpu().unsqueeze(0)
-        found = torch.empty(self.world, own.numel(), dtype=torch.int64, device=self.device)
+        found = torch.empty(self.size, own.numel(), dtype=torch.int64, device=self.device)
         dist.all_gather(list(found.unbind(0)), own)
         return found.cpu()
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of int64 `[n]` over the ranks (modulo 2^64), on the CPU."""
         held = values.to(self.device, copy=True)
-        if self.world > 1:
+        if self.size > 1:
             dist.all_reduce(held)
         return held.cpu()
 
@@ -63,7 +63,7 @@ class Ranks:
         if error is not None:
             raise error
         if failed:
-            raise EngineError(f"{what}: rank {failed[0]} of {self.world} failed, and nothing is done on the others")
+            raise EngineError(f"{what}: rank {failed[0]} of {self.size} failed, and nothing is done on the others")
 
     def together(self, what: str, work: Callable[[], T]) -> T:
         """What `work` gives, once it has succeeded on all ranks; see `agree`. Nothing in it may talk to other ranks."""
@@ -77,19 +77,19 @@ class Ranks:
         return found[0]
 
 
-def join_ranks(
+def join_world(
     plan: ModelPlan,
     layout: Layout,
     entries: Sequence[Entry],
     place: tuple[int, int, int],
     device: torch.device,
     tensor_group: dist.ProcessGroup | None,
-) -> Ranks:
+) -> World:
     """Tell all ranks where each stands; `place`: pipeline stage, expert and tensor rank of this one."""
-    alone = Ranks(layout.rank, layout.world, (), {}, device, tensor_group if layout.tensor > 1 else None)
+    alone = World(layout.rank, layout.world, (), {}, device, tensor_group if layout.tensor > 1 else None)
     places = alone.gather(torch.tensor(place)).tolist()
     held = holdings(plan.shape, [part_at(plan.shape, layout, *where) for where in places])
-    return Ranks(layout.rank, layout.world, held, local_names(plan.shape, entries), device, alone.tensor_group)
+    return World(layout.rank, layout.world, held, local_names(plan.shape, entries), device, alone.tensor_group)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ Give = Callable[[Parcel], Sequence[Tensor]]
 
 
 def exchange(
-    ranks: Ranks, parcels: Sequence[Parcel], give: Give, limit: int = BUCKET_BYTES
+    world: World, parcels: Sequence[Parcel], give: Give, limit: int = BUCKET_BYTES
 ) -> Iterator[tuple[Parcel, tuple[tuple[Tensor, ...], ...]]]:
     """Send all parcels; yields those that are for this rank, with the tensors of each of their sources.
 
@@ -125,9 +125,9 @@ def exchange(
     """
     for bucket in _buckets(parcels, limit):
         target, sources = bucket[0].target, bucket[0].sources
-        if ranks.rank == target:
+        if world.rank == target:
             size = sum(parcel.size for parcel in bucket)
-            buffers = {s: torch.empty(size, dtype=torch.uint8, device=ranks.device) for s in sources if s != target}
+            buffers = {s: torch.empty(size, dtype=torch.uint8, device=world.device) for s in sources if s != target}
             _run([dist.P2POp(dist.irecv, buffer, source) for source, buffer in buffers.items()])
             start = 0
             for parcel in bucket:
@@ -141,8 +141,8 @@ def exchange(
                     ),
                 )
                 start += parcel.size
-        elif ranks.rank in sources:
-            message = torch.cat([_packed(give(parcel), parcel, ranks.device) for parcel in bucket])
+        elif world.rank in sources:
+            message = torch.cat([_packed(give(parcel), parcel, world.device) for parcel in bucket])
             _run([dist.P2POp(dist.isend, message, target)])
 
 
