@@ -204,11 +204,13 @@ def _file_forms(shape: ModelShape, world: World, shipment: Shipment) -> tuple[di
 
 
 def save_tensors(shape: ModelShape, world: World, holder: StateHolder, directory: Path) -> None:
-    """Write this rank's share of weights and optimiser state.
+    """Write this rank's share of weights and optimiser state to its folder, which need not be that of the others.
 
     On return all ranks have written theirs. What fails on one fails on all; the folder is then to be thrown away.
     """
-    missing = EngineError(f"{directory}: no such folder on rank {world.rank}; allowed: one that all ranks see")
+    missing = EngineError(
+        f"{directory}: no such folder on rank {world.rank}; allowed: a folder on each rank, or one for all"
+    )
     world.agree(None if directory.is_dir() else missing, f"saving to {directory}")
     owned = owned_by(holder.weights(), holder.state_tensors())
     shipment = plan_shipment(shape, world, owned)

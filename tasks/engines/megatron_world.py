@@ -142,7 +142,9 @@ def exchange(
                 )
                 start += parcel.size
         elif world.rank in sources:
-            message = torch.cat([_packed(give(parcel), parcel, world.device) for parcel in bucket])
+            messages = [_packed(give(parcel), parcel, world.device) for parcel in bucket]
+            message = messages[0] if len(messages) == 1 else torch.cat(messages)
+            messages.clear()
             _run([dist.P2POp(dist.isend, message, target)])
 
 
