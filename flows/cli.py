@@ -42,12 +42,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         other = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EPILOG)
         other.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as model=qwen3_8b_base")
-    parsed = parser.parse_args(arguments)
+    text = "write a checkpoint of a run as a plain Hugging Face folder, weights in BF16"
+    export = commands.add_parser("export", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EPILOG)
+    export.add_argument("run", metavar="RUN", help="name of the run, as its folder and its checkpoints have it")
+    export.add_argument("destination", metavar="DEST", type=Path, help="folder to write: empty, or not there yet")
+    export.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="where the run's store is: storage.url=...")
+    export.add_argument("--step", type=int, help="step of the checkpoint; the newest without it")
+    export.add_argument("--model", type=Path, help="folder of the model that the run began with, if it has moved")
+    parsed, rest = parser.parse_known_args(arguments)
+    unknown = [argument for argument in rest if argument.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    # argparse leaves over what stands behind an option in the midst of them.
+    parsed.overrides += rest
     try:
         if parsed.command == "benchmark":
             return _benchmark(parsed.overrides)
         if parsed.command == "doctor":
             return _doctor(parsed.overrides)
+        if parsed.command == "export":
+            return _export(parsed)
         return _train(parsed.overrides, parsed.dry_run)
     except ConfigError as error:
         print(f"fp8-grpo: {error}", file=sys.stderr)
@@ -110,6 +124,26 @@ def _doctor(overrides: list[str]) -> int:
     from flows.doctor import doctor
 
     return OK if doctor(overrides, _wide()) else FAILED
+
+
+def _export(parsed: argparse.Namespace) -> int:
+    from flows.export import export_run
+    from infra.store import CheckpointStore, StoreError
+    from infra.store_files import absolute_url
+    from tasks.engines.protocols import EngineError
+
+    storage = compose(parsed.overrides).storage
+    try:
+        store = CheckpointStore(absolute_url(storage.url), dict(storage.options))
+        step, written = export_run(store, parsed.run, parsed.destination.absolute(), parsed.step, parsed.model)
+    except (EngineError, StoreError, OSError) as error:
+        return _failed(error)
+    size, files = written.bytes / 1e9, "file" if len(written.files) == 1 else "files"
+    print(
+        f"run {parsed.run}, step {step}: {written.tensors} tensors, {size:.3f} GB in {len(written.files)} {files}: "
+        f"{parsed.destination}"
+    )
+    return OK
 
 
 def _failed(error: Exception) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from conf.schema import MegatronTrainer, Recipe
-from tasks.engines.megatron_names import ModelShape
+from tasks.engines.megatron_names import ModelShape, Part
 from tasks.engines.protocols import EngineError
 
 KINDS: Final = ("qwen3", "qwen2", "llama", "qwen3_moe")
@@ -200,6 +200,19 @@ def check_layout(shape: ModelShape, layout: Layout) -> None:
         )
     if layout.expert > 1 and not shape.experts:
         raise EngineError(f"layout: expert = {layout.expert}: this model has no experts; allowed: 1")
+
+
+def part_at(shape: ModelShape, layout: Layout, stage: int, expert: int, tensor: int) -> Part:
+    """What a rank holds that stands at pipeline stage `stage`, expert rank `expert` and tensor rank `tensor`."""
+    layers, experts = shape.layers // layout.pipeline, shape.experts // layout.expert
+    return Part(
+        range(stage * layers, (stage + 1) * layers),
+        range(expert * experts, (expert + 1) * experts),
+        first=stage == 0,
+        last=stage == layout.pipeline - 1,
+        tensor_rank=tensor,
+        tensor_size=layout.tensor,
+    )
 
 
 def check_machine(shape: ModelShape, layout: Layout, on_gpu: bool) -> None:

@@ -6,39 +6,36 @@ whole batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.schema import Algorithm, Correction, MegatronTrainer, Recipe, Rollout
-from tasks.engines.megatron_checkpoint import named_as_hf, named_as_megatron, state_as_hf, state_as_megatron
+from tasks.engines.megatron_calibration import observe_rows, reduce_over, same_tokens
+from tasks.engines.megatron_checkpoint import save_tensors
 from tasks.engines.megatron_config import Layout
-from tasks.engines.megatron_model import hf_tensors
+from tasks.engines.megatron_export import exporter_of, gather_payload
+from tasks.engines.megatron_model import world_of
 from tasks.engines.megatron_passes import passes
 from tasks.engines.megatron_policy import MegatronPolicy
 from tasks.engines.megatron_ranks import exchange_of, rounding_streams, this_rank
+from tasks.engines.megatron_report import differing_copies, gathered_fingerprints
+from tasks.engines.megatron_restore import load_checkpoint
 from tasks.engines.megatron_weights import read_parameters
 from tasks.engines.offload import HostCopies
 from tasks.engines.plan import folder_shape
 from tasks.engines.precision_plan import plan_linears
 from tasks.engines.protocols import EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
 from tasks.engines.step_inputs import prepare_step, score_metrics
-from tasks.engines.torch_optimizer import build_optimizer, check_weights
+from tasks.engines.torch_optimizer import build_optimizer
 from tasks.engines.train_step import StepParts, mean_entropy, run_updates, update_of
-from tasks.engines.trainer_state import (
-    OPTIMIZER,
-    WEIGHTS,
-    TrainerState,
-    export_payload,
-    read_state,
-    write_state,
-)
+from tasks.engines.trainer_state import TrainerState, read_state, write_state
 from tasks.numerics.calibration import CalibrationObserver
-from tasks.numerics.fingerprint import combine, fingerprints
+from tasks.numerics.fingerprint import combine
 from tasks.numerics.kv_scales import Scales
 from tasks.numerics.lr_schedule import LearningRate
 from tasks.numerics.token_sample import sample_tokens
@@ -75,6 +72,7 @@ class MegatronTrainerEngine:
         how = passes(spec.trainer, spec.recipe, spec.rollout.temperature)
         self._ranks = this_rank(layout, how.device)
         self._policy = policy = MegatronPolicy(model_dir, spec.recipe, layout, how, spec.dtype)
+        self._world = world_of(policy.model, layout)
         exchange = exchange_of(policy.model, layout, spec.trainer.distributed_optimizer)
         self._optimizer = build_optimizer(
             dict(policy.model.module.named_parameters()),
@@ -93,8 +91,7 @@ class MegatronTrainerEngine:
         self._reference_print: str | None = None
         if spec.algorithm.kl_coef > 0:
             self._reference = MegatronPolicy(model_dir, spec.recipe, layout, how, spec.dtype).freeze()
-            own = fingerprints(dict(hf_tensors(self._reference.model)))
-            self._reference_print = combine(self._ranks.merged(own))
+            self._reference_print = combine(self._fingerprints(self._reference.live_weights()))
         self._scales: Scales = {}
         self._version = 0
         self._models, self._masters = HostCopies(), HostCopies()
@@ -131,13 +128,20 @@ class MegatronTrainerEngine:
         if masters:
             self._masters.give_back()
 
+    def _fingerprints(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
+        """By Hugging Face name, of the whole model, from what each rank has of it by Megatron's names."""
+        return gathered_fingerprints(self._policy.model.plan.shape, self._world, weights)
+
+    @torch.no_grad()
     def export_weights(self, recipe: Recipe) -> SyncPayload:
         if self._spec.trainer.offload:
             # A rollout engine on the same device needs the room from here on.
             self._put_masters_away()
         self._fetch(masters=False)
         quantized = plan_linears(self._shape, recipe.rollout_linears).quantized
-        return export_payload(recipe, self._version, dict(hf_tensors(self._policy.model)), quantized, self._scales)
+        policy = self._policy
+        exporter = exporter_of(policy.model.plan.shape, self._world, policy.live_weights(), recipe, quantized)
+        return gather_payload(exporter, recipe, self._version, self._scales)
 
     def score(self, batch: RolloutBatch) -> Scores:
         self._fetch(masters=False)
@@ -180,9 +184,11 @@ class MegatronTrainerEngine:
             self._scales,
             self._scale_heads,
             subsampled=limit is not None,
+            replicas=same_tokens(self._policy.model, self._scale_heads),
         )
-        # Drawn once for all rows: micro-batches must not decide which tokens are measured.
-        self._policy.observe(observer, rows, sample_tokens(rows.lengths, width, limit, seed=self._version))
+        # Drawn once for all rows: neither micro-batches nor ranks decide which tokens are measured.
+        observe_rows(self._policy, observer, rows, sample_tokens(rows.lengths, width, limit, seed=self._version))
+        reduce_over(self._world, observer)
         result = observer.result()
         self._scales = result.scales
         return result.metrics
@@ -200,24 +206,24 @@ class MegatronTrainerEngine:
             kv_dtype="bfloat16",
             query_dtype="bfloat16",
             scales=dict(self._scales),
-            fingerprints=fingerprints(named_as_hf(self._policy.model, self._optimizer.weights())),
+            fingerprints=self._fingerprints(self._optimizer.weights()),
+            problems=differing_copies(self._policy.model.plan.shape, self._world, self._policy.live_weights()),
         )
 
     def save(self, directory: Path) -> None:
         self._fetch(masters=True)
-        model, optimizer = self._policy.model, self._optimizer
-        save_file(named_as_hf(model, optimizer.weights()), directory / WEIGHTS)
-        save_file(state_as_hf(model, optimizer.state_tensors()), directory / OPTIMIZER)
-        write_state(directory, TrainerState(self._version, self._reference_print, optimizer.updates, self._scales))
+        save_tensors(self._policy.model.plan.shape, self._world, self._optimizer, directory)
+        if self._world.rank == 0:
+            state = TrainerState(self._version, self._reference_print, self._optimizer.updates, self._scales)
+            write_state(directory, state)
 
     def load(self, directory: Path) -> None:
         self._fetch(masters=True)
-        model, optimizer = self._policy.model, self._optimizer
-        files = (WEIGHTS, OPTIMIZER)
-        state = read_state(directory, files, self._reference_print, self._policy.layers, self._scale_heads)
-        weights = load_file(directory / WEIGHTS)
-        check_weights(weights, named_as_hf(model, optimizer.weights()))
-        moments = state_as_megatron(model, load_file(directory / OPTIMIZER))
-        optimizer.load(named_as_megatron(model, weights), moments, state.updates)
+        layers, heads = self._policy.layers, self._scale_heads
+        state = self._world.together(
+            f"loading {directory}", lambda: read_state(directory, self._reference_print, layers, heads)
+        )
+        settings = self._spec.trainer.optimizer
+        load_checkpoint(self._policy.model, self._world, directory, settings, self._optimizer, state.updates)
         self._policy.weights_changed()
         self._version, self._scales = state.version, state.scales

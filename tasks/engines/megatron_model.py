@@ -29,11 +29,13 @@ from tasks.engines.megatron_config import (
     Precision,
     check_kept_layers,
     check_machine,
+    part_at,
     plan_model,
     precision_arguments,
 )
 from tasks.engines.megatron_names import Entry, Form, Part, check_names, entry_shape, split, stage_entries
 from tasks.engines.megatron_private import HiddenStatesModel, check_version, fp8_fault, fp32_block_scales, layer_spec
+from tasks.engines.megatron_world import World, join_world
 from tasks.engines.protocols import EngineError
 
 
@@ -129,17 +131,12 @@ def stop_groups() -> None:
     dist.destroy_process_group()
 
 
-def local_part(plan: ModelPlan, layout: Layout) -> Part:
-    """What the rank holds; after `start_groups`."""
-    stage, expert = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
-    layers, experts = plan.shape.layers // layout.pipeline, plan.shape.experts // layout.expert
-    return Part(
-        range(stage * layers, (stage + 1) * layers),
-        range(expert * experts, (expert + 1) * experts),
-        first=stage == 0,
-        last=stage == layout.pipeline - 1,
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=layout.tensor,
+def local_place() -> tuple[int, int, int]:
+    """This rank's pipeline stage, expert rank and tensor rank; after `start_groups`."""
+    return (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
     )
 
 
@@ -255,7 +252,7 @@ def build_model(
     check_kept_layers(plan.shape, layout, recipe)
     _check_environment(precision)
     _check_hardware(recipe)
-    part = local_part(plan, layout)
+    part = part_at(plan.shape, layout, *local_place())
     module = HiddenStatesModel(
         transformer_config(plan, layout, precision, on_gpu, dtype, execution or {}),
         layer_spec(plan, transformer_engine=on_gpu),
@@ -300,3 +297,10 @@ def _gathered(weight: Tensor) -> list[Tensor]:
     shards = [torch.empty_like(weight) for _ in range(group.size())]
     dist.all_gather(shards, weight.contiguous(), group=group)
     return shards
+
+
+def world_of(model: MegatronModel, layout: Layout) -> World:
+    """All ranks of the layout, which must all call this."""
+    device = next(model.module.parameters()).device
+    group = parallel_state.get_tensor_model_parallel_group()
+    return join_world(model.plan, layout, model.entries, local_place(), device, group)

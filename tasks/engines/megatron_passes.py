@@ -23,6 +23,7 @@ from tasks.numerics.packing import (
     pack,
     rank_micro_batches,
 )
+from tasks.numerics.token_sample import TokenSample
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,24 @@ class PackedPass:
         wanted = place[before[row, column]]
         if self._places is None:
             return hidden[wanted.to(hidden.device), 0], None
-        local = torch.full(self._rows.tokens.shape, -1)
-        local[self._places] = torch.arange(self._places.numel())
-        found = local[wanted]
+        found = self._local(self._places)[wanted]
         here = (found >= 0).nonzero().squeeze(1)
         return hidden[found[here].to(hidden.device), 0], here
+
+    def measured(self, sample: TokenSample) -> tuple[Tensor, Tensor]:
+        """Places of the sampled tokens of the rows among this rank's, and their weights, int64 `[measured]` each."""
+        starts = self._rows.cu_seqlens_padded[:-1].to(torch.int64)
+        places, weights = sample.places(starts[: self._rows.rows.numel()])
+        if self._places is None:
+            return places, weights
+        found = self._local(self._places)[places]
+        return found[found >= 0], weights[found >= 0]
+
+    def _local(self, places: Tensor) -> Tensor:
+        """Of each place of the whole sequence that on this context rank, -1 for none."""
+        local = torch.full(self._rows.tokens.shape, -1)
+        local[places] = torch.arange(places.numel())
+        return local
 
 
 def _places(rows: PackedRows) -> Tensor | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +16,9 @@ from tasks.engines.megatron_config import Layout
 from tasks.engines.megatron_model import MegatronModel, build_model
 from tasks.engines.megatron_passes import PackedPass, PaddedPass, Passes
 from tasks.engines.megatron_weights import load_weights
-from tasks.engines.protocols import RolloutBatch, TokenRows
+from tasks.engines.protocols import RolloutBatch
 from tasks.engines.train_step import LossOf, ScoreSheet, mean_entropy
-from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.chunked_logprobs import chunked_logprobs
-from tasks.numerics.kv_scales import PARTS
-from tasks.numerics.token_sample import TokenSample
 
 Use = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
 """Row numbers, and what `Evaluate` gave for them: a loss, or None where there is nothing to learn."""
@@ -50,6 +45,10 @@ class MegatronPolicy:
         """Of the whole model."""
         return self.model.plan.shape.layers
 
+    def live_weights(self) -> dict[str, Tensor]:
+        """This rank's parameters by Megatron's names, not copies."""
+        return {name: parameter.detach() for name, parameter in self.model.module.named_parameters()}
+
     def freeze(self) -> MegatronPolicy:
         """Take part in no gradient from now on."""
         self.model.module.requires_grad_(False)
@@ -58,9 +57,10 @@ class MegatronPolicy:
     def evaluate(self, batch: RolloutBatch, rows: Tensor, mask: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """See `tasks.engines.train_step.Evaluate`; one forward pass of these rows, without a pipeline."""
         made = self.passes.inputs(batch.rows(), rows)
-        return self._values(self._hidden(made), made, batch.tokens[rows], mask, entropy)
+        return self._values(self.hidden(made), made, batch.tokens[rows], mask, entropy)
 
-    def _hidden(self, made: PaddedPass | PackedPass) -> Tensor:
+    def hidden(self, made: PaddedPass | PackedPass) -> Tensor:
+        """Hidden states of a pass as `MegatronModel.hidden_states` gives them."""
         return self.model.hidden_states(made.tokens, made.mask, made.packed)
 
     def _values(
@@ -107,7 +107,7 @@ class MegatronPolicy:
                 # Megatron divides by a number of tokens, of which there are none: coefficients are in the loss.
                 return torch.zeros(()) if loss is None else loss, torch.tensor(0, dtype=torch.int), torch.zeros(())
 
-            return self._hidden(made), finish
+            return self.hidden(made), finish
 
         get_forward_backward_func()(
             forward_step_func=step,
@@ -156,16 +156,6 @@ class MegatronPolicy:
         )
         return weight
 
-    def hidden_rows(self, rows: TokenRows, index: Tensor) -> Tensor:
-        """Hidden states `[tokens, rows, hidden]`, one forward pass of padded rows."""
-        return self._hidden(PaddedPass(self.passes, rows, index))
-
-    def observe(self, observer: CalibrationObserver, rows: TokenRows, sample: TokenSample) -> None:
-        """Show the observer Q, K (after norm and rotary embedding) and V of the sampled tokens of all rows."""
-        for part in self.passes.parts(rows.lengths)[0]:
-            with _watched(self.model, observer, sample.rows(part)):
-                self.hidden_rows(rows, part)
-
 
 def _over_context(values: Tensor, here: Tensor, count: int) -> Tensor:
     """Values `[count]` of all context ranks, of which this one has those at `here`, with gradient to its own.
@@ -176,43 +166,3 @@ def _over_context(values: Tensor, here: Tensor, count: int) -> Tensor:
     whole = values.new_zeros(count).index_put((at,), values.detach())
     dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
     return whole.index_put((at,), values)
-
-
-@contextmanager
-def _watched(model: MegatronModel, observer: CalibrationObserver, sample: TokenSample) -> Iterator[None]:
-    """Forward passes of padded rows inside show the sampled tokens of their attention to the observer."""
-    layers: Any = model.module.decoder.layers
-    handles = [
-        layer.self_attention.core_attention.register_forward_pre_hook(_hook(model, observer, sample, number))
-        for number, layer in zip(model.part.layers, layers, strict=True)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hook(
-    model: MegatronModel, observer: CalibrationObserver, sample: TokenSample, layer: int
-) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    shape, part = model.plan.shape, model.part
-    share = max(1, shape.groups // part.tensor_size)
-    first = part.tensor_rank * shape.groups // part.tensor_size
-    heads = range(first, first + share)
-
-    def show(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        for name, x in zip(PARTS, inputs[:3], strict=True):
-            # `[tokens, rows, heads, dim]` as the observer has it.
-            values = x.permute(1, 2, 0, 3)
-            observer.observe(layer, name, sample.of(values), _weights(sample, values), heads)
-
-    return show
-
-
-def _weights(sample: TokenSample, values: Tensor) -> Tensor:
-    """The sample's weights for the tokens of `values` `[rows, heads, tokens, dim]`, which may be fewer or more."""
-    weights, width = sample.weights, values.shape[2]
-    if sample.positions is None:
-        weights = nn.functional.pad(weights, (0, max(0, width - weights.shape[1])))[:, :width]
-    return weights.to(values.device)

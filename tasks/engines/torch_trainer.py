@@ -14,6 +14,7 @@ from conf.schema import Algorithm, Correction, Recipe, Rollout, TorchTrainer
 from tasks.engines.precision_plan import plan_linears
 from tasks.engines.protocols import EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
 from tasks.engines.step_inputs import prepare_step, score_metrics, update_batches
+from tasks.engines.tensor_files import TensorFiles, rank_file, rank_files
 from tasks.engines.torch_attention import scale_heads
 from tasks.engines.torch_linears import (
     Fp8TrainingLinear,
@@ -153,8 +154,9 @@ class TorchTrainerEngine:
         """Nothing: this engine computes in host memory."""
 
     def save(self, directory: Path) -> None:
-        save_file({n: t.contiguous() for n, t in self._optimizer.weights().items()}, directory / WEIGHTS)
-        save_file(self._optimizer.state_tensors(), directory / OPTIMIZER)
+        weights = {n: t.contiguous() for n, t in self._optimizer.weights().items()}
+        save_file(weights, directory / rank_file(WEIGHTS, 0, 1))
+        save_file(self._optimizer.state_tensors(), directory / rank_file(OPTIMIZER, 0, 1))
         save_file(delayed_state(self._policy.model), directory / _AMAX)
         write_state(
             directory, TrainerState(self._version, self._reference_print, self._optimizer.updates, self._scales)
@@ -162,8 +164,12 @@ class TorchTrainerEngine:
 
     def load(self, directory: Path) -> None:
         heads = scale_heads(self._policy.model, self._spec.recipe.calibration)
-        files = (WEIGHTS, OPTIMIZER, _AMAX)
-        state = read_state(directory, files, self._reference_print, self._policy.layers, heads)
-        load_delayed_state(self._policy.model, load_file(directory / _AMAX))
-        self._optimizer.load(load_file(directory / WEIGHTS), load_file(directory / OPTIMIZER), state.updates)
+        state = read_state(directory, self._reference_print, self._policy.layers, heads)
+        files = [rank_files(directory, stem) for stem in (WEIGHTS, OPTIMIZER)]
+        # A trainer without delayed scaling writes no such file.
+        amax = load_file(directory / _AMAX) if (directory / _AMAX).is_file() else {}
+        with TensorFiles(files[0]) as weights, TensorFiles(files[1]) as moments:
+            held, kinds = ({name: part.get(name) for name in part.forms} for part in (weights, moments))
+        load_delayed_state(self._policy.model, amax)
+        self._optimizer.load(held, kinds, state.updates)
         self._version, self._scales = state.version, state.scales

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from tasks.numerics.fingerprint import fingerprints
 from tasks.numerics.fp8 import quantize_weight_as
 from tasks.numerics.kv_scales import CalibrationError, Scales, scale_faults, scales_from_json, scales_to_json
 
-WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
+WEIGHTS, OPTIMIZER = "weights", "optimizer"
+"""How the names of the two kinds of files begin; see `tasks.engines.tensor_files.rank_file`."""
+
 STATE = "trainer.json"
 
 
@@ -55,17 +57,14 @@ def write_state(directory: Path, state: TrainerState) -> None:
     (directory / STATE).write_text(json.dumps(written, indent=1, sort_keys=True))
 
 
-def read_state(
-    directory: Path, files: Sequence[str], reference: str | None, layers: int, heads: int | None
-) -> TrainerState:
+def read_state(directory: Path, reference: str | None, layers: int, heads: int | None) -> TrainerState:
     """What `write_state` wrote.
 
-    `EngineError` unless all `files` are there, the KL term's policy is `reference`, and the scales are those of
-    `layers` layers with `heads` scales for each part.
+    `EngineError` unless it is there, the KL term's policy is `reference`, and the scales are those of `layers` layers
+    with `heads` scales for each part.
     """
-    absent = [name for name in (*files, STATE) if not (directory / name).is_file()]
-    if absent:
-        raise EngineError(f"{directory} is no checkpoint of this engine: it lacks {', '.join(absent)}")
+    if not (directory / STATE).is_file():
+        raise EngineError(f"{directory} is no checkpoint of this engine: it lacks {STATE}")
     state = json.loads((directory / STATE).read_text())
     if state["reference"] != reference:
         raise EngineError(

@@ -136,9 +136,10 @@ class CalibrationObserver:
     def observe_layers(self, layers: range, part: str, x: Tensor, real: Tensor, heads: range | None = None) -> None:
         """`observe` of several neighbouring layers at once, in fewer and larger kernels: `x` `[layers, batch, ...]`."""
         chosen, count = self._chosen(layers, part, x.shape[2], heads)
+        # Even without a token: what other ranks have seen may come by a collective of this device.
+        self._bind(x.device)
         if not x.numel():
             return
-        self._bind(x.device)
         weights = real.to(torch.int64)
         grouped = x.detach().unflatten(2, (count, x.shape[2] // count))
         values = torch.where((weights > 0)[:, None, None, :, None], grouped, 0).to(torch.float32)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from mlflow import MlflowClient
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flows.cli import main
 from infra.store import CheckpointStore
 from tests.flows.runs import final_weights, journal_of, points, train, train_and_interrupt, train_and_kill
 
@@ -85,6 +89,24 @@ def reference(runs_dir: Path) -> str:
     assert "what this run did" in done.out and "eval accuracy, after" in done.out
     assert f"ui --backend-store-uri sqlite:///{runs_dir}/mlflow.db" in done.out
     return "reference"
+
+
+def test_its_last_checkpoint_is_exported_as_a_hugging_face_folder(
+    runs_dir: Path, reference: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    assert main(["export", reference, str(folder), f"storage.url={runs_dir}/checkpoints"]) == 0
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(info.values()), info
+    store = CheckpointStore(f"{runs_dir}/checkpoints")
+    manifest = store.latest(reference)
+    assert manifest is not None
+    store.fetch(manifest, tmp_path / "checkpoint")
+    held, weights = model.state_dict(), load_file(tmp_path / "checkpoint" / "weights.safetensors")
+    assert len(weights) == 24
+    for name, weight in weights.items():
+        assert torch.equal(held[name], weight.to(torch.bfloat16)), name
+    assert AutoTokenizer.from_pretrained(folder).encode("1 + 1")
 
 
 def test_mlflow_holds_the_whole_run(runs_dir: Path, reference: str) -> None:
