@@ -36,7 +36,7 @@ def check_settings(trainer: MegatronTrainer, recipe: Recipe) -> None:
         )
 
 
-def build(config: RunConfig, model_dir: Path) -> TrainerEngine:
+def build(config: RunConfig, model_dir: Path, rank: int = 0, rendezvous: str | None = None) -> TrainerEngine:
     """The engine of a run with `trainer=megatron`, in this process.
 
     `ModuleNotFoundError` without Megatron Core; `EngineError` for what does not run here, and for variables of the
