@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from conf.schema import MegatronTrainer, RunConfig
-from infra.ray_cluster import Node
+from infra.device import Node
 
 SHARED_ROLLOUT: Final = 0.4
 SHARED_TRAINER: Final = 0.6
@@ -97,6 +97,13 @@ def _gpus_for(rollout: float, trainer: float, ranks: int) -> int:
         return math.ceil(rollout)
     beside = rollout <= 1 - trainer + _EPSILON
     return ranks * math.ceil(trainer) + (0 if beside else math.ceil(rollout))
+
+
+def own_nodes(config: RunConfig, gpus: int) -> tuple[Node, ...] | None:
+    """What a local Ray would hand out on a machine with so many GPUs; None for an existing cluster."""
+    if config.cluster.kind == "existing":
+        return None
+    return (Node(float(config.cluster.num_cpus), float(gpus)),)
 
 
 def shortage(wanted: Placement, nodes: Sequence[Node], where: str) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -13,6 +12,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from conf.schema import Cluster
+from infra.device import Node
 
 _CONNECT_S = 5.0
 
@@ -60,14 +60,6 @@ def _arguments(cluster: Cluster, namespace: str) -> dict[str, Any]:
         "include_dashboard": False,
         "object_store_memory": cluster.object_store_mb * 2**20,
     }
-
-
-@dataclass(frozen=True)
-class Node:
-    """CPU slots and GPUs of a machine that Ray hands out, taken or free."""
-
-    cpus: float
-    gpus: float
 
 
 def cluster_nodes() -> tuple[Node, ...]:

@@ -127,6 +127,8 @@ class CheckpointStore:
         step, where = _step_of(attempt), f"{run}/attempts/{attempt}"
         what = f"publishing step {step} of run {run} to {self.url}"
         with _as_store_error(what):
+            if not files:
+                raise StoreError(f"{what}: files={{}}: a checkpoint has at least one file")
             for entry, following in pairwise(files):
                 if entry.path == following.path:
                     raise StoreError(f"{what}: {entry.path} was staged twice")
