@@ -90,7 +90,7 @@ def _processes(config: RunConfig) -> str:
     nodes = own_nodes(config, gpu_count())
     if nodes is None:
         whole = placement(config, math.inf).describe()
-        return f"{whole}, where the cluster has as many GPUs; fp8-grpo doctor asks it"
+        return f"{whole}, on a cluster that has them: fp8-grpo doctor asks it"
     wanted = placement(config, sum(node.gpus for node in nodes))
     lack = shortage(wanted, nodes, "this machine")
     return wanted.describe() if lack is None else f"not on this machine: {lack}"
