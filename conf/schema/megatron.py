@@ -86,7 +86,7 @@ def megatron_problems(trainer: MegatronTrainer, linears: LinearPrecision, algori
     return (
         *_rank_problems(trainer, algorithm),
         *_device_problems(trainer, linears),
-        *_optimizer_problems(trainer),
+        *_schedule_problems(trainer),
         *_precision_problems(linears),
         *_batch_problems(trainer, linears),
     )
@@ -179,21 +179,8 @@ def _device_problems(trainer: MegatronTrainer, linears: LinearPrecision) -> Iter
         yield Problem("trainer.offload", True, "on CPU there is no other memory to move to", "false")
 
 
-def _optimizer_problems(trainer: MegatronTrainer) -> Iterator[Problem]:
+def _schedule_problems(trainer: MegatronTrainer) -> Iterator[Problem]:
     optimizer, schedule, key = trainer.optimizer, trainer.lr_schedule, "trainer.optimizer"
-    if optimizer.weights != "fp32_master":
-        yield Problem(f"{key}.weights", optimizer.weights, "trainer=megatron does not have it", "fp32_master")
-    if optimizer.state != "fp32":
-        if trainer.device == "cpu":
-            wrong = "moments other than fp32 are Transformer Engine's, and trainer.device is cpu"
-            yield Problem(f"{key}.state", optimizer.state, wrong, "fp32")
-        if not trainer.distributed_optimizer:
-            wrong = "Megatron has such moments in its distributed optimiser only"
-            yield Problem(f"{key}.state", optimizer.state, wrong, "fp32, or trainer.distributed_optimizer=true")
-    for name in ("max_grad_value", "max_weight"):
-        if getattr(optimizer, name) is not None:
-            wrong = "trainer=megatron clips by norm only"
-            yield Problem(f"{key}.{name}", getattr(optimizer, name), wrong, "null")
     if schedule.shape == "constant":
         return
     if schedule.min_lr > optimizer.learning_rate:

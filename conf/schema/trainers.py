@@ -132,14 +132,13 @@ class MegatronTrainer(Section):
     """What the backward pass computes again: the attention's inside only; or whole layers, from their inputs."""
 
     optimizer: Optimizer
-    """Optimiser of the policy. Moments other than fp32 are Transformer Engine's: bf16 rounded to nearest, fp8 with one
-    scale for each tensor."""
+    """Optimiser of the policy, the same as trainer=torch has, on CPU and GPU."""
 
     lr_schedule: LrSchedule = Field(default_factory=LrSchedule)
     """Learning rate after the warm-up."""
 
     distributed_optimizer: bool = True
-    """Whether masters and moments are split over the data-parallel and context ranks."""
+    """Whether masters and moments are split, by whole parameters, over the ranks that hold copies of them (ZeRO-1)."""
 
     deterministic: bool = False
     """Whether only kernels are used that repeat their results bit for bit."""

@@ -1,6 +1,7 @@
 """The trainer engine on Megatron Core: BF16 or FP8 compute copy, fp32 masters, corrected objective, calibration.
 
-One rank. Built by `tasks.engines.megatron_trainer.build`.
+One object for each rank, built by `tasks.engines.megatron_trainer.build`. All ranks call every method alike, with the
+whole batch.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from conf.schema import Algorithm, Correction, MegatronTrainer, Recipe, Rollout
 from tasks.engines.megatron_checkpoint import named_as_hf, named_as_megatron, state_as_hf, state_as_megatron
 from tasks.engines.megatron_config import Layout
 from tasks.engines.megatron_model import hf_tensors
-from tasks.engines.megatron_policy import MegatronPolicy, passes
+from tasks.engines.megatron_passes import passes
+from tasks.engines.megatron_policy import MegatronPolicy
+from tasks.engines.megatron_ranks import exchange_of, rounding_streams, this_rank
 from tasks.engines.megatron_weights import read_parameters
 from tasks.engines.plan import folder_shape
 from tasks.engines.precision_plan import plan_linears
 from tasks.engines.protocols import EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
 from tasks.engines.step_inputs import prepare_step, score_metrics
 from tasks.engines.torch_optimizer import build_optimizer, check_weights
-from tasks.engines.train_step import StepParts, run_updates
+from tasks.engines.train_step import StepParts, mean_entropy, run_updates, update_of
 from tasks.engines.trainer_state import (
     OPTIMIZER,
     WEIGHTS,
@@ -42,13 +45,14 @@ from tasks.numerics.token_sample import sample_tokens
 
 @dataclass(frozen=True)
 class MegatronSpec:
-    """The parts of the configuration that the engine is built from."""
+    """The parts of the configuration that the engine is built from. `dtype` of the compute copy: fp32 in tests."""
 
     recipe: Recipe
     algorithm: Algorithm
     correction: Correction
     trainer: MegatronTrainer
     rollout: Rollout
+    dtype: torch.dtype = torch.bfloat16
 
 
 def learning_rate(trainer: MegatronTrainer) -> LearningRate:
@@ -68,19 +72,28 @@ class MegatronTrainerEngine:
         self._spec = spec
         self._shape = folder_shape(model_dir)
         how = passes(spec.trainer, spec.recipe, spec.rollout.temperature)
-        self._policy = policy = MegatronPolicy(model_dir, spec.recipe, layout, how)
+        self._ranks = this_rank(layout, how.device)
+        self._policy = policy = MegatronPolicy(model_dir, spec.recipe, layout, how, spec.dtype)
+        exchange = exchange_of(policy.model, layout, spec.trainer.distributed_optimizer)
         self._optimizer = build_optimizer(
             dict(policy.model.module.named_parameters()),
-            lambda: {name: tensor.to(how.device) for name, tensor in read_parameters(policy.model, model_dir)},
+            lambda: {
+                name: tensor.to(how.device)
+                for name, tensor in read_parameters(policy.model, model_dir)
+                if exchange.owned(name)
+            },
             spec.trainer.optimizer,
             learning_rate(spec.trainer),
+            exchange,
+            rounding_streams(policy.model),
         )
         # The reference is the starting policy as this recipe trains it; without a KL term there is none.
-        wanted = spec.algorithm.kl_coef > 0
-        self._reference = MegatronPolicy(model_dir, spec.recipe, layout, how).freeze() if wanted else None
+        self._reference: MegatronPolicy | None = None
         self._reference_print: str | None = None
-        if self._reference is not None:
-            self._reference_print = combine(fingerprints(dict(hf_tensors(self._reference.model))))
+        if spec.algorithm.kl_coef > 0:
+            self._reference = MegatronPolicy(model_dir, spec.recipe, layout, how, spec.dtype).freeze()
+            own = fingerprints(dict(hf_tensors(self._reference.model)))
+            self._reference_print = combine(self._ranks.merged(own))
         self._scales: Scales = {}
         self._version = 0
 
@@ -99,24 +112,29 @@ class MegatronTrainerEngine:
         return export_payload(recipe, self._version, dict(hf_tensors(self._policy.model)), quantized, self._scales)
 
     def score(self, batch: RolloutBatch) -> Scores:
-        logprobs, entropy = self._policy.score(batch, chain(*self._parts(batch)))
+        own = chain(*(ranks[self._ranks.data_rank] for ranks in self._parts(batch)))
+        sheet = self._policy.sheet(batch, own)
+        logprobs = self._ranks.whole(sheet.logprobs, sheet.scored, sheet.mask)
         metrics = score_metrics(batch, logprobs, self._spec.correction)
-        return Scores(logprobs, metrics | {"policy/entropy": entropy})
+        return Scores(logprobs, metrics | {"policy/entropy": mean_entropy(self._ranks.add(sheet.entropy))})
 
-    def _parts(self, batch: RolloutBatch) -> tuple[tuple[Tensor, ...], ...]:
-        return self._policy.passes.parts(batch.lengths, self._spec.algorithm.updates_per_step)
+    def _parts(self, batch: RolloutBatch) -> tuple[tuple[tuple[Tensor, ...], ...], ...]:
+        """Row numbers of each pass of each data-parallel rank of each update."""
+        return self._policy.passes.rank_parts(batch.lengths, self._spec.algorithm.updates_per_step, self._ranks.data)
 
     def train(self, batch: RolloutBatch, logprobs: Tensor, advantages: Tensor) -> dict[str, float]:
-        spec, reference = self._spec, self._reference
+        spec, policy, reference = self._spec, self._policy, self._reference
         limit = spec.rollout.max_new_tokens
         step = prepare_step(batch, logprobs, advantages, spec.algorithm, spec.correction, limit)
         parts = StepParts(
-            lambda rows, mask, entropy: self._policy.evaluate(batch, rows, mask, entropy),
+            lambda passes, mask, entropy, loss: policy.learn(batch, passes, mask, entropy, loss),
             self._optimizer,
-            None if reference is None else lambda update: reference.score(batch, update)[0],
-            lambda: None,
+            None if reference is None else lambda passes: reference.score(batch, passes)[0],
+            policy.weights_changed,
+            self._ranks.totals,
         )
-        metrics = run_updates(parts, step, self._parts(batch), spec.algorithm)
+        updates = [update_of(ranks, step.kept, self._ranks.data_rank) for ranks in self._parts(batch)]
+        metrics = run_updates(parts, step, updates, spec.algorithm)
         self._version += 1
         return metrics
 

@@ -201,6 +201,8 @@ def transformer_config(
         sequence_parallel=on_gpu and layout.tensor > 1,
         # Micro-batches of a packed step differ in length; what sends tokens to experts must bear it, experts or not.
         variable_seq_lengths=layout.pipeline > 1,
+        # The schedule leaves losses as they are: their coefficients are those of the whole batch.
+        calculate_per_token_loss=True,
         moe_token_dispatcher_type="alltoall",
         **_expert_arguments(plan, on_gpu),
         **precision.arguments,

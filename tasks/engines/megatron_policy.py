@@ -2,68 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from conf.schema import MegatronTrainer, Recipe
-from conf.schema.megatron import micro_batch_multiple, row_multiple
+from conf.schema import Recipe
 from tasks.engines.megatron_config import Layout
 from tasks.engines.megatron_model import MegatronModel, build_model
+from tasks.engines.megatron_passes import PackedPass, PaddedPass, Passes
 from tasks.engines.megatron_weights import load_weights
 from tasks.engines.protocols import RolloutBatch, TokenRows
-from tasks.engines.train_step import score_rows
+from tasks.engines.train_step import LossOf, ScoreSheet, mean_entropy
 from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.chunked_logprobs import chunked_logprobs
 from tasks.numerics.kv_scales import PARTS
-from tasks.numerics.packing import PackedRows, PackingRule, micro_batches, pack
 from tasks.numerics.token_sample import TokenSample
 
-
-@dataclass(frozen=True)
-class Passes:
-    """How rows become forward passes. `packed`: a pass is one sequence of whole rows; else rows padded to its longest.
-
-    The CPU's attention knows no packed sequences, and would need a mask of their total squared. Which rows share a pass
-    is the same either way.
-    """
-
-    rule: PackingRule
-    packed: bool
-    chunk: int
-    temperature: float
-    device: torch.device
-
-    def parts(self, lengths: Tensor, updates: int = 1) -> tuple[tuple[Tensor, ...], ...]:
-        """Row numbers of each pass of each of `updates` equal shares of the rows, in their order."""
-        shares = torch.arange(lengths.shape[0]).chunk(updates)
-        return tuple(tuple(share[part] for part in micro_batches(lengths[share], self.rule)) for share in shares)
-
-
-def passes(trainer: MegatronTrainer, recipe: Recipe, temperature: float) -> Passes:
-    """As the trainer's settings and the recipe's training side say."""
-    on_gpu, linears = trainer.device == "gpu", recipe.training_linears
-    rule = PackingRule(trainer.tokens_per_micro_batch, micro_batch_multiple(trainer, linears), row_multiple(trainer))
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    return Passes(rule, on_gpu, trainer.logprob_chunk, temperature, device)
+Use = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
+"""Row numbers, and what `Evaluate` gave for them: a loss, or None where there is nothing to learn."""
 
 
 class MegatronPolicy:
-    """A BF16 model in Megatron whose linear layers compute as the recipe's training side says.
+    """A BF16 model in Megatron (fp32 to compare with) whose linear layers compute as the recipe's training side says.
 
-    Serves the policy that trains and the frozen reference of the KL term alike.
+    This rank's part of it. Serves the policy that trains and the frozen reference of the KL term alike.
     """
 
-    def __init__(self, model_dir: Path, recipe: Recipe, layout: Layout, passes: Passes) -> None:
+    def __init__(
+        self, model_dir: Path, recipe: Recipe, layout: Layout, passes: Passes, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         on_gpu = passes.device.type == "cuda"
-        self.model: MegatronModel = build_model(model_dir, recipe, layout, on_gpu, torch.bfloat16)
+        self.model: MegatronModel = build_model(model_dir, recipe, layout, on_gpu, dtype)
         load_weights(self.model, model_dir)
         # One mode for scores and updates, so that both compute alike; there is no dropout.
         self.model.module.train()
@@ -80,26 +56,89 @@ class MegatronPolicy:
         return self
 
     def evaluate(self, batch: RolloutBatch, rows: Tensor, mask: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """See `tasks.engines.train_step.Evaluate`; one forward pass of these rows."""
-        run = self._packed if self.passes.packed else self._padded
+        """See `tasks.engines.train_step.Evaluate`; one forward pass of these rows, without a pipeline."""
+        made = self.passes.inputs(batch.rows(), rows)
+        return self._values(self._hidden(made), made, batch.tokens[rows], mask, entropy)
+
+    def _hidden(self, made: PaddedPass | PackedPass) -> Tensor:
+        return self.model.hidden_states(made.tokens, made.mask, made.packed)
+
+    def _values(
+        self, hidden: Tensor, made: PaddedPass | PackedPass, tokens: Tensor, mask: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `Evaluate` gives, from hidden states `[tokens, rows, channels]` of the model's last stage.
+
+        `tokens` int64, `mask` bool `[rows, width]`.
+        """
         # A token's distribution is made of the hidden state before it.
-        hidden = run(batch.rows(), rows, mask[:, 1:])
+        chosen, here = made.select(hidden, mask[:, 1:])
+        targets = tokens[mask]
         wants = ("gradient" if torch.is_grad_enabled() else "value") if entropy else "none"
         logprobs, entropies = chunked_logprobs(
-            hidden,
+            chosen,
             self._head(),
-            batch.tokens[rows][mask].to(hidden.device),
+            (targets if here is None else targets[here]).to(hidden.device),
             self.passes.temperature,
             self.passes.chunk,
             wants,  # type: ignore[arg-type]
             self.model.plan.shape.vocabulary,
             parallel_state.get_tensor_model_parallel_group() if self.model.part.tensor_size > 1 else None,
         )
+        if here is not None:
+            logprobs = _over_context(logprobs, here, targets.numel())
+            entropies = None if entropies is None else _over_context(entropies, here, targets.numel())
         return logprobs.cpu(), None if entropies is None else entropies.cpu()
 
+    def _run(
+        self, batch: RolloutBatch, parts: Sequence[Tensor], mask: Tensor, entropy: bool, use: Use, forward_only: bool
+    ) -> None:
+        """Passes of these rows through Megatron's schedule, `use` on the last stage of each.
+
+        All ranks bring as many passes, and those of a pipeline and of tensor and context ranks the same.
+        """
+        rows_of = batch.rows()
+
+        def step(numbers: Iterator[Tensor], _: nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
+            rows = next(numbers)
+            made = self.passes.inputs(rows_of, rows)
+
+            def finish(hidden: Tensor) -> tuple[Tensor, ...]:
+                loss = use(rows, *self._values(hidden, made, batch.tokens[rows], mask[rows], entropy))
+                # Megatron divides by a number of tokens, of which there are none: coefficients are in the loss.
+                return torch.zeros(()) if loss is None else loss, torch.tensor(0, dtype=torch.int), torch.zeros(())
+
+            return self._hidden(made), finish
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(parts),
+            model=self.model.module,
+            num_microbatches=len(parts),
+            # Not used: stages tell one another the shape of what they send.
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def learn(self, batch: RolloutBatch, parts: Sequence[Tensor], mask: Tensor, entropy: bool, loss: LossOf) -> None:
+        """See `tasks.engines.train_step.Learn`. On earlier stages of a pipeline `loss` is not called."""
+        self._run(batch, parts, mask, entropy, loss, forward_only=False)
+
+    @torch.no_grad()
+    def sheet(self, batch: RolloutBatch, parts: Iterable[Tensor]) -> ScoreSheet:
+        """Log-probabilities and entropies of the rows of this rank's `parts`; none on earlier stages of a pipeline."""
+        sheet = ScoreSheet(batch)
+        self._run(batch, tuple(parts), sheet.mask, True, sheet.add, forward_only=True)
+        return sheet
+
     def score(self, batch: RolloutBatch, parts: Iterable[Tensor]) -> tuple[Tensor, float]:
-        """See `tasks.engines.train_step.score_rows`."""
-        return score_rows(batch, parts, lambda rows, mask, entropy: self.evaluate(batch, rows, mask, entropy))
+        """See `tasks.engines.train_step.score_rows`; what this rank has of it."""
+        sheet = self.sheet(batch, parts)
+        return sheet.logprobs, mean_entropy(sheet.entropy)
+
+    def weights_changed(self) -> None:
+        """Transformer Engine quantises the weights anew in the next pass, instead of taking those of the last."""
+        self.model.module.set_is_first_microbatch()
 
     def _head(self) -> Tensor:
         """The output layer's weight, with gradient."""
@@ -111,37 +150,9 @@ class MegatronPolicy:
         )
         return weight
 
-    def _padded(self, rows: TokenRows, index: Tensor, before: Tensor) -> Tensor:
-        """Hidden states `[selected, hidden]` of rows padded to the longest of them.
-
-        `before` bool `[rows, width - 1]`: at tokens whose hidden states are wanted.
-        """
-        hidden = self.hidden_rows(rows, index).transpose(0, 1)
-        wanted = before[:, : hidden.shape[1]].to(hidden.device)
-        return hidden[:, : wanted.shape[1]][wanted]
-
     def hidden_rows(self, rows: TokenRows, index: Tensor) -> Tensor:
         """Hidden states `[tokens, rows, hidden]`, one forward pass of padded rows."""
-        lengths, multiple = rows.lengths[index], self.passes.rule.multiple
-        width = -(-int(lengths.max()) // multiple) * multiple
-        tokens = torch.zeros(index.numel(), width, dtype=torch.int64)
-        real = torch.arange(width) < lengths.unsqueeze(1)
-        whole = rows.tokens[index][:, :width]
-        tokens[:, : whole.shape[1]] = torch.where(real[:, : whole.shape[1]], whole, 0)
-        return self.model.hidden_states(tokens.to(self.passes.device))
-
-    def _packed(self, rows: TokenRows, index: Tensor, before: Tensor) -> Tensor:
-        """The same of rows that stand one behind the other in one sequence."""
-        packed = pack(rows.tokens, rows.lengths, index, self.passes.rule)
-        place, row, column = packed.real()
-        inside = column < before.shape[1]
-        place, row, column = place[inside], row[inside], column[inside]
-        chosen = place[before[row, column]].to(self.passes.device)
-        held = packed.to(self.passes.device)
-        tokens = held.tokens.unsqueeze(0)
-        if self.passes.device.type == "cuda":
-            return self.model.hidden_states(tokens, packed=_sequences(held))[chosen, 0]
-        return self.model.hidden_states(tokens, _hidden_from(held))[chosen, 0]
+        return self._hidden(PaddedPass(self.passes, rows, index))
 
     def observe(self, observer: CalibrationObserver, rows: TokenRows, sample: TokenSample) -> None:
         """Show the observer Q, K (after norm and rotary embedding) and V of the sampled tokens of all rows."""
@@ -150,29 +161,15 @@ class MegatronPolicy:
                 self.hidden_rows(rows, part)
 
 
-def _sequences(packed: PackedRows) -> PackedSeqParams:
-    """As Transformer Engine's attention wants them."""
-    longest = int(packed.cu_seqlens_padded.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=packed.cu_seqlens,
-        cu_seqlens_kv=packed.cu_seqlens,
-        cu_seqlens_q_padded=packed.cu_seqlens_padded,
-        cu_seqlens_kv_padded=packed.cu_seqlens_padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+def _over_context(values: Tensor, here: Tensor, count: int) -> Tensor:
+    """Values `[count]` of all context ranks, of which this one has those at `here`, with gradient to its own.
 
-
-def _hidden_from(packed: PackedRows) -> Tensor:
-    """Mask `[1, 1, total, total]`, True where a token is not seen: in another slot, or later.
-
-    Positions then run on through all slots; the rotary embedding depends on distances alone.
+    Each rank's loss is made of all of them, and its gradient is of its own tokens: over the ranks they add up.
     """
-    place = torch.arange(packed.tokens.numel(), device=packed.tokens.device)
-    slot = torch.bucketize(place, packed.cu_seqlens_padded[1:].to(place.dtype), right=True)
-    seen = (slot.unsqueeze(1) == slot) & (place.unsqueeze(1) >= place)
-    return ~seen[None, None]
+    at = here.to(values.device)
+    whole = values.new_zeros(count).index_put((at,), values.detach())
+    dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+    return whole.index_put((at,), values)
 
 
 @contextmanager

@@ -86,17 +86,21 @@ class HiddenStatesModel(GPTModel):
     """
 
     def gather_before_logits(self) -> None:
-        """Under sequence parallelism gather hidden states once, before the output layer, instead of in each call."""
+        """Under sequence parallelism gather hidden states once, before the output layer, instead of in each call.
+
+        What takes them then adds up their gradients over tensor ranks, as it does without sequence parallelism.
+        """
         if self.post_process and self.output_layer.sequence_parallel:
             self.output_layer.sequence_parallel = False
-            # A rank's gradient is of its own columns alone; the backward pass of the gather adds them up.
-            self.output_layer.allreduce_dgrad = False
-            self.output_layer.disable_grad_reduce = True
+            self.output_layer.allreduce_dgrad = True
 
     @staticmethod
     def gathered(hidden: Tensor) -> Tensor:
-        """Hidden states of all tokens from this rank's share of them, `[tokens, rows, hidden]`."""
-        out: Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        """Hidden states of all tokens from this rank's share of them, `[tokens, rows, hidden]`.
+
+        The gradient that comes back is already the sum over tensor ranks: each takes its own tokens' part of it.
+        """
+        out: Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return out
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -18,10 +18,8 @@ _TIMEOUT_S, _SEED = 600.0, 1
 def check_settings(trainer: MegatronTrainer, recipe: Recipe) -> None:
     """`EngineError` for settings that this engine does not have yet."""
     refused = {
-        "ranks": (trainer.ranks, 1),
         "recompute": (trainer.recompute, "selective"),
         "offload": (trainer.offload, False),
-        "optimizer.state": (trainer.optimizer.state, "fp32"),
     }
     if trainer.device == "gpu":
         refused["deterministic"] = (trainer.deterministic, False)
@@ -36,8 +34,23 @@ def check_settings(trainer: MegatronTrainer, recipe: Recipe) -> None:
         )
 
 
+def layout_of(trainer: MegatronTrainer, rank: int = 0) -> Layout:
+    """Where rank `rank` of the trainer's ranks stands; `EngineError` for one that there is not."""
+    return Layout(
+        tensor=trainer.tensor_parallel_size,
+        pipeline=trainer.pipeline_parallel_size,
+        context=trainer.context_parallel_size,
+        expert=trainer.expert_parallel_size,
+        data=trainer.data_parallel_size,
+        rank=rank,
+    )
+
+
 def build(config: RunConfig, model_dir: Path, rank: int = 0, rendezvous: str | None = None) -> TrainerEngine:
-    """The engine of a run with `trainer=megatron`, in this process.
+    """The engine of rank `rank` of a run with `trainer=megatron`, in this process; a process for each rank.
+
+    `rendezvous` of the ranks as PyTorch has it (`tcp://host:port`, `file:///path`), None for a single one. On a machine
+    with several visible GPUs a rank takes the one of its number, counted anew on each machine.
 
     `ModuleNotFoundError` without Megatron Core; `EngineError` for what does not run here, and for variables of the
     environment that Transformer Engine has read with another value.
@@ -50,15 +63,17 @@ def build(config: RunConfig, model_dir: Path, rank: int = 0, rendezvous: str | N
         raise EngineError("trainer.device = gpu: this machine has no CUDA; allowed: cpu, for tests")
     _prepare_environment(dict(precision_arguments(recipe, on_gpu).environment))
     torch.set_num_threads(trainer.threads)
+    layout = layout_of(trainer, rank)
     from tasks.engines import megatron_cpu
 
-    if not on_gpu:
+    if on_gpu:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:
         megatron_cpu.install()
     from tasks.engines.megatron_engine import MegatronSpec, MegatronTrainerEngine
     from tasks.engines.megatron_model import ensure_groups
 
-    layout = Layout()
-    ensure_groups(layout, on_gpu, None, _TIMEOUT_S, _SEED)
+    ensure_groups(layout, on_gpu, rendezvous, _TIMEOUT_S, _SEED)
     return MegatronTrainerEngine(
         model_dir, MegatronSpec(recipe, config.algorithm, config.correction, trainer, config.rollout), layout
     )

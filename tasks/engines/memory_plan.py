@@ -16,6 +16,9 @@ _LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
 _MOMENTS: Final = {"fp32": 8, "bf16": 4, "fp8": 2}
 """Bytes of both moments of an element."""
 
+_MASTER: Final = {"fp32_master": 4, "bf16_kahan": 2, "bf16": 0}
+"""Bytes of an element beside the BF16 weight that the model computes with."""
+
 _VOCABULARY: Final = 128
 """The padded vocabulary is a multiple of this on every tensor rank."""
 
@@ -23,8 +26,8 @@ _VOCABULARY: Final = 128
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes of one rank. `fp8_copies`: quantised weights, along rows and columns, beside the BF16 ones; `gradients`:
-    fp32, held throughout; `optimizer`: fp32 masters and moments; `activations` of all micro-batches under way;
-    `output`: what chunked log-probabilities hold.
+    fp32, held throughout; `optimizer`: masters (or Kahan compensation) and moments; `activations` of all micro-batches
+    under way; `output`: what chunked log-probabilities hold.
 
     What Transformer Engine and NCCL take for themselves, and fragmentation, come on top.
     """
@@ -157,8 +160,8 @@ def _vocabulary(size: int, tensor: int) -> int:
 
 
 def _optimizer(dense: int, experts: int, trainer: MegatronTrainer) -> int:
-    """Masters and moments; the distributed optimiser splits them over all ranks that hold the same weights."""
-    element = 4 + _MOMENTS[trainer.optimizer.state]
+    """Masters and moments; if distributed, all ranks that hold the same weights have about equal parts of them."""
+    element = _MASTER[trainer.optimizer.weights] + _MOMENTS[trainer.optimizer.state]
     if not trainer.distributed_optimizer:
         return element * (dense + experts)
     copies = trainer.data_parallel_size * trainer.context_parallel_size

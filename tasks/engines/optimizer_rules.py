@@ -9,6 +9,7 @@ itself to nearest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -33,8 +34,8 @@ class UpdateRule(Protocol):
     def update(self, gradients: dict[str, Tensor], rate: float, number: int) -> None:
         """Apply finite fp32 gradients; a weight without one is left alone. `number` decides random rounding."""
 
-    def clip(self, limit: float) -> Tensor:
-        """Clamp all weights to [-limit, limit]; returns how many were outside (int64, no dimensions)."""
+    def clip(self, limit: float) -> dict[str, Tensor]:
+        """Clamp all weights to [-limit, limit]; returns how many of each were outside (int64, no dimensions)."""
 
     def state(self) -> State:
         """The live state, not copies."""
@@ -46,10 +47,12 @@ class UpdateRule(Protocol):
         """Take over a state that fits `slots`."""
 
 
-def new_rule(weights: dict[str, Parameter], settings: Optimizer) -> UpdateRule:
+def new_rule(
+    weights: dict[str, Parameter], settings: Optimizer, streams: Mapping[str, int] | None = None
+) -> UpdateRule:
     """torch's AdamW where weights and moments are fp32, `RoundedAdamW` otherwise."""
     plain = settings.weights == "fp32_master" and settings.state == "fp32"
-    return TorchAdamW(weights, settings) if plain else RoundedAdamW(weights, settings)
+    return TorchAdamW(weights, settings) if plain else RoundedAdamW(weights, settings, streams)
 
 
 def _copies(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -62,8 +65,9 @@ class TorchAdamW:
 
     def __init__(self, weights: dict[str, Parameter], settings: Optimizer) -> None:
         self._weights = weights
+        # As a group, which may be empty: a rank may own no parameter.
         self._adam = torch.optim.AdamW(
-            weights.values(),
+            [{"params": list(weights.values())}],
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
@@ -78,8 +82,8 @@ class TorchAdamW:
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
 
-    def clip(self, limit: float) -> Tensor:
-        return torch.stack([clip_weights_(w, limit) for w in self._weights.values()]).sum()
+    def clip(self, limit: float) -> dict[str, Tensor]:
+        return {name: clip_weights_(weight, limit) for name, weight in self._weights.items()}
 
     def state(self) -> State:
         return {n: dict(self._adam.state[w]) for n, w in self._weights.items() if w in self._adam.state}
@@ -98,11 +102,15 @@ class RoundedAdamW:
     """AdamW computed in fp32 one parameter at a time; weights and moments are stored as the settings say.
 
     One at a time keeps the fp32 temporaries to those of the largest parameter. Random rounding is drawn from a
-    generator seeded with the update's number, so that a resumed run repeats it bit for bit.
+    generator seeded with the update's number, so that a resumed run repeats it bit for bit. `streams`: a number for
+    each parameter, so that the rounding of one does not depend on which others are here; None: one stream for all.
     """
 
-    def __init__(self, weights: dict[str, Parameter], settings: Optimizer) -> None:
+    def __init__(
+        self, weights: dict[str, Parameter], settings: Optimizer, streams: Mapping[str, int] | None = None
+    ) -> None:
         self._weights = weights
+        self._streams = streams
         self._storage = settings.state
         self._kahan = settings.weights == "bf16_kahan"
         self._adamw = AdamWSettings(settings.beta1, settings.beta2, settings.eps, settings.weight_decay)
@@ -114,6 +122,9 @@ class RoundedAdamW:
         for name, grad in gradients.items():
             if grad.device not in generators:
                 generators[grad.device] = torch.Generator(grad.device).manual_seed(number)
+            generator = generators[grad.device]
+            if self._streams is not None:
+                generator.manual_seed(self._streams[name] + number)
             weight = self._weights[name]
             stored = self._state.get(name) or self._fresh(name)
             done = int(stored[_STEP]) + 1
@@ -124,7 +135,7 @@ class RoundedAdamW:
             else:
                 new = add_rounded(weight, step.update)
             weight.copy_(new)
-            moments = pack_moments(step.first, step.second, self._storage, generators[grad.device])
+            moments = pack_moments(step.first, step.second, self._storage, generator)
             self._state[name] = moments | kept
 
     def _fresh(self, name: str) -> dict[str, Tensor]:
@@ -134,12 +145,11 @@ class RoundedAdamW:
             for key, slot in self.slots(name).items()
         }
 
-    def clip(self, limit: float) -> Tensor:
-        counts = [
-            clip_weights_(weight, limit, self._state.get(name, {}).get(_COMPENSATION))
+    def clip(self, limit: float) -> dict[str, Tensor]:
+        return {
+            name: clip_weights_(weight, limit, self._state.get(name, {}).get(_COMPENSATION))
             for name, weight in self._weights.items()
-        ]
-        return torch.stack(counts).sum()
+        }
 
     def state(self) -> State:
         return {name: self._state[name] for name in self._weights if name in self._state}

@@ -5,6 +5,7 @@ An engine adds the forward and backward passes; nothing here depends on how it m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -149,6 +150,17 @@ class LossLedger:
                 total[name] += part[name]
         for name, value in maxima.items():
             self._maxima[name] = max(self._maxima[name], value)
+
+    @property
+    def entries(self) -> tuple[list[float], list[float]]:
+        """What adds up over micro-batches, and of what the highest counts."""
+        return [*self._sums.values(), *self._counts.values()], list(self._maxima.values())
+
+    def replace(self, added: Sequence[float], highest: Sequence[float]) -> None:
+        """Take `entries` of several ledgers together for this one's."""
+        self._sums = dict(zip(self._sums, added, strict=False))
+        self._counts = dict(zip(self._counts, added[len(self._sums) :], strict=True))
+        self._maxima = dict(zip(self._maxima, highest, strict=True))
 
     def metrics(self, updates: int, tokens: int) -> dict[str, float]:
         """Losses averaged over the `updates` that had tokens; counts divided by those `tokens`; 0 without any."""

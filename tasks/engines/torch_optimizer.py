@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from conf.schema import Optimizer
+from tasks.engines.optimizer_exchange import Alone, Exchange
 from tasks.engines.optimizer_memory import optimizer_bytes
 from tasks.engines.optimizer_rules import UpdateRule, new_rule, split_state
 from tasks.engines.protocols import EngineError
@@ -58,18 +59,24 @@ class GradientAccumulator:
         return {name: sums[name] for name in self._names if name in sums}
 
 
-def clip_gradients_(gradients: list[Tensor], norm: float, max_value: float | None, max_norm: float | None) -> None:
+def clip_gradients_(
+    gradients: dict[str, Tensor],
+    norm: float,
+    max_value: float | None,
+    max_norm: float | None,
+    exchange: Exchange,
+) -> None:
     """Clip fp32 gradients of global L2 norm `norm` in place: each element to +-max_value, then the norm to max_norm.
 
     The norm is that of the elements already clipped. The factor is torch's: min(1, max_norm / (norm + 1e-6)).
     """
     if max_value is not None:
-        for gradient in gradients:
+        for gradient in gradients.values():
             gradient.clamp_(-max_value, max_value)
     if max_norm is not None:
-        total = torch.tensor(norm) if max_value is None else torch.nn.utils.get_total_norm(gradients)
+        total = torch.tensor(norm if max_value is None else exchange.norm(gradients))
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for gradient in gradients:
+        for gradient in gradients.values():
             gradient.mul_(factor.to(gradient.device))
 
 
@@ -78,7 +85,8 @@ class PolicyOptimizer:
 
     Backward passes through `compute` accumulate in fp32 until `step`. With fp32 masters the compute copy is the
     masters rounded to its own dtype after every update; otherwise the compute parameters are the weights themselves.
-    `updates` counts the updates that were applied.
+    `updates` counts the updates that were applied. Of several ranks each has the authoritative weights that it owns,
+    and all call every method but `weights`, `state_tensors` and `memory` together.
     """
 
     def __init__(
@@ -87,24 +95,28 @@ class PolicyOptimizer:
         authoritative: dict[str, Parameter],
         settings: Optimizer,
         rate: LearningRate | None = None,
+        exchange: Exchange | None = None,
+        streams: Mapping[str, int] | None = None,
     ) -> None:
         self._compute = compute
         self._weights = authoritative
         self._settings = settings
         self._rate = LearningRate(settings.learning_rate, settings.warmup_steps) if rate is None else rate
-        self._rule: UpdateRule = new_rule(authoritative, settings)
+        self._exchange: Exchange = Alone() if exchange is None else exchange
+        self._rule: UpdateRule = new_rule(authoritative, settings, streams)
         self._gradients = GradientAccumulator(compute)
         self.updates = 0
         self._copy_to_compute()
 
     @torch.no_grad()
     def _copy_to_compute(self) -> None:
-        for name, parameter in self._compute.items():
-            if parameter is not self._weights[name]:
-                parameter.copy_(self._weights[name])
+        for name, weight in self._weights.items():
+            if self._compute[name] is not weight:
+                self._compute[name].copy_(weight)
+        self._exchange.publish(self._compute)
 
     def weights(self) -> dict[str, Tensor]:
-        """The authoritative weights by name, live: fp32 masters, or the model's own BF16 parameters."""
+        """The weights that this rank owns, by name, live: fp32 masters, or the model's own BF16 parameters."""
         return {name: weight.detach() for name, weight in self._weights.items()}
 
     @property
@@ -113,15 +125,18 @@ class PolicyOptimizer:
         return self._rate.at(self.updates)
 
     def step(self) -> UpdateOutcome:
-        """Clip and update with what accumulated; a non-finite gradient is dropped and reported, weights stay."""
+        """Clip and update with what accumulated; a non-finite gradient is dropped and reported, weights stay.
+
+        Gradients are summed over ranks, and the outcome is the same on all of them.
+        """
         settings, rate = self._settings, self.learning_rate
-        gradients = self._gradients.take()
-        norm = float(torch.nn.utils.get_total_norm(list(gradients.values())))
+        gradients = self._exchange.sums(self._gradients.take())
+        norm = self._exchange.norm(gradients)
         if not math.isfinite(norm):
             return UpdateOutcome(norm, True, rate)
-        clip_gradients_(list(gradients.values()), norm, settings.max_grad_value, settings.max_grad_norm)
+        clip_gradients_(gradients, norm, settings.max_grad_value, settings.max_grad_norm, self._exchange)
         self._rule.update(gradients, rate, self.updates)
-        clipped = 0 if settings.max_weight is None else int(self._rule.clip(settings.max_weight))
+        clipped = 0 if settings.max_weight is None else self._exchange.total(self._rule.clip(settings.max_weight))
         self.updates += 1
         self._copy_to_compute()
         return UpdateOutcome(norm, False, rate, clipped)
@@ -149,12 +164,16 @@ class PolicyOptimizer:
         self._copy_to_compute()
 
     def memory(self) -> dict[str, float]:
-        """Gigabytes (1e9 bytes) of masters, state and fp32 gradient accumulators, as all are in mid-run."""
-        held = optimizer_bytes([weight.shape for weight in self._weights.values()], self._settings)
+        """Gigabytes (1e9 bytes) of masters, state and fp32 gradient accumulators on this rank, as all are in mid-run.
+
+        Masters and state are those of the parameters that it owns; gradients accumulate for all that it computes with.
+        """
+        owned = optimizer_bytes([weight.shape for weight in self._weights.values()], self._settings)
+        computed = optimizer_bytes([parameter.shape for parameter in self._compute.values()], self._settings)
         return {
-            "memory/master_weights_gb": held.master / _GB,
-            "memory/optimizer_state_gb": held.state / _GB,
-            "memory/gradients_gb": held.gradients / _GB,
+            "memory/master_weights_gb": owned.master / _GB,
+            "memory/optimizer_state_gb": owned.state / _GB,
+            "memory/gradients_gb": computed.gradients / _GB,
         }
 
 
@@ -176,20 +195,24 @@ def build_optimizer(
     load_master: Callable[[], dict[str, Tensor]],
     settings: Optimizer,
     rate: LearningRate | None = None,
+    exchange: Exchange | None = None,
+    streams: Mapping[str, int] | None = None,
 ) -> PolicyOptimizer:
-    """The optimiser that `settings` name, for the model's parameters `compute`.
+    """The optimiser that `settings` name, for the model's parameters `compute` on this rank.
 
-    `load_master` gives the fp32 weights by name and is called for `weights: fp32_master` only. The other two update
-    BF16 parameters in place, and raise `EngineError` for parameters of another dtype. `rate` None: a linear warm-up to
-    the settings' learning rate, then constant.
+    `load_master` gives the fp32 weights by name, those that the rank owns among them, and is called for
+    `weights: fp32_master` only. The other two update BF16 parameters in place, and raise `EngineError` for parameters
+    of another dtype. `rate` None: a linear warm-up to the settings' learning rate, then constant. `exchange` None: a
+    single rank. `streams`: see `optimizer_rules.RoundedAdamW`.
     """
+    owned = [name for name in compute if exchange is None or exchange.owned(name)]
     if settings.weights == "fp32_master":
         start = load_master()
-        masters = {name: Parameter(start[name].to(torch.float32).clone()) for name in compute}
-        return PolicyOptimizer(compute, masters, settings, rate)
+        masters = {name: Parameter(start[name].to(torch.float32).clone()) for name in owned}
+        return PolicyOptimizer(compute, masters, settings, rate, exchange, streams)
     for name, parameter in compute.items():
         if parameter.dtype is not torch.bfloat16:
             raise EngineError(
                 f"trainer.optimizer.weights = {settings.weights} needs BF16 weights, {name} is {parameter.dtype}"
             )
-    return PolicyOptimizer(compute, compute, settings, rate)
+    return PolicyOptimizer(compute, {name: compute[name] for name in owned}, settings, rate, exchange, streams)

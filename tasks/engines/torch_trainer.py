@@ -25,7 +25,7 @@ from tasks.engines.torch_linears import (
 from tasks.engines.torch_models import forward_hidden, loaded_model, weights
 from tasks.engines.torch_optimizer import build_optimizer
 from tasks.engines.torch_policy import TorchPolicy
-from tasks.engines.train_step import StepParts, run_updates
+from tasks.engines.train_step import StepParts, one_by_one, run_updates, update_of
 from tasks.engines.trainer_state import (
     OPTIMIZER,
     WEIGHTS,
@@ -101,12 +101,13 @@ class TorchTrainerEngine:
         limit = spec.rollout.max_new_tokens
         step = prepare_step(batch, logprobs, advantages, spec.algorithm, spec.correction, limit)
         parts = StepParts(
-            lambda rows, mask, entropy: self._policy.evaluate(batch.tokens[rows], mask, entropy),
+            one_by_one(lambda rows, mask, entropy: self._policy.evaluate(batch.tokens[rows], mask, entropy)),
             self._optimizer,
-            None if reference is None else lambda update: reference.score(batch, update)[0],
+            None if reference is None else lambda passes: reference.score(batch, passes)[0],
             lambda: advance_delayed(self._policy.model),
         )
-        metrics = run_updates(parts, step, self._batches(batch), spec.algorithm)
+        updates = [update_of((passes,), step.kept) for passes in self._batches(batch)]
+        metrics = run_updates(parts, step, updates, spec.algorithm)
         self._version += 1
         return metrics
 

@@ -3,13 +3,14 @@
 JOB is a JSON file: `folders`, `layout` (without the rank), `dtype`, `rendezvous`, `out`. For each folder the rank loads
 the model, scores the tokens of `megatron_models.token_rows` and gives the weights back; under `out` it writes
 `FOLDER.RANK.safetensors`: `logprobs`, `gradients/NAME` (single ranks only), `weights/NAME`, and of two tensor-parallel
-ranks `head/whole` and `head/share`.
+ranks `logits/whole`, `logits/share`, `logprobs/whole` and `logprobs/share`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from conf.compose import compose
 from tasks.engines import megatron_cpu
 from tasks.engines.megatron_config import Layout
+from tasks.numerics.chunked_logprobs import chunked_logprobs
 from tests.engines.megatron_models import token_rows
 
 
@@ -53,23 +55,44 @@ def through_pipeline(model: Any, tokens: Tensor, layout: Layout) -> Tensor:
 
 
 def head_gradients(model: Any, hidden: Tensor, rank: int) -> dict[str, Tensor]:
-    """Of a sum over all logits with respect to the rank's tokens: from whole hidden states, and from a share of them.
+    """With respect to the rank's tokens: from whole hidden states, and from a share of them that is gathered.
 
-    The latter is what sequence parallelism does, which Megatron's layers for CPU lack; its output layer has it.
+    The latter is what sequence parallelism does, which Megatron's layers for CPU lack; its output layer has it. Of a
+    sum over all logits, and of log-probabilities as a trainer has them.
     """
+    from megatron.core import parallel_state
 
-    def backward(leaf: Tensor, whole: Tensor) -> Tensor:
-        model.module.logits(whole).float().square().sum().backward()
+    module, vocabulary = model.module, model.plan.shape.vocabulary
+    targets = torch.arange(hidden.shape[0] * hidden.shape[1]) % vocabulary
+
+    def of_logits(whole: Tensor) -> Tensor:
+        # Each rank's sum is of its own columns; the gradient is of the sum over both.
+        return module.logits(whole).float().square().sum()
+
+    def of_logprobs(whole: Tensor) -> Tensor:
+        group = parallel_state.get_tensor_model_parallel_group()
+        weight = module.shared_embedding_or_output_weight()
+        weight = module.output_layer.weight if weight is None else weight
+        logprobs, _ = chunked_logprobs(whole.flatten(0, 1), weight, targets, 1.0, 16, "none", vocabulary, group)
+        return logprobs.sum()
+
+    def backward(loss: Callable[[Tensor], Tensor], leaf: Tensor, whole: Tensor) -> Tensor:
+        loss(whole).backward()
         assert leaf.grad is not None
         return leaf.grad
 
-    whole = hidden.detach().requires_grad_()
-    plain = backward(whole, whole).chunk(2)[rank].contiguous()
-    layer = model.module.output_layer
+    found = {}
+    for name, loss in (("logits", of_logits), ("logprobs", of_logprobs)):
+        whole = hidden.detach().requires_grad_()
+        found[f"{name}/whole"] = backward(loss, whole, whole).chunk(2)[rank].contiguous()
+        whole.grad = None
+    layer = module.output_layer
     layer.sequence_parallel, layer.allreduce_dgrad = True, False
-    model.module.gather_before_logits()
-    share = hidden.detach().chunk(2)[rank].clone().requires_grad_()
-    return {"head/whole": plain, "head/share": backward(share, model.module.gathered(share))}
+    module.gather_before_logits()
+    for name, loss in (("logits", of_logits), ("logprobs", of_logprobs)):
+        share = hidden.detach().chunk(2)[rank].clone().requires_grad_()
+        found[f"{name}/share"] = backward(loss, share, module.gathered(share))
+    return found
 
 
 def results(folder: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -5,14 +5,11 @@ The stand-in for CUDA holds for a whole process, so that models are built in pro
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,6 +28,7 @@ from tests.engines.megatron_models import (
     save_model,
     token_rows,
 )
+from tests.engines.rank_processes import run_ranks
 
 if find_spec("megatron") is None:
     pytest.skip("Megatron Core is not installed (extra engines-cpu)", allow_module_level=True)
@@ -50,28 +48,6 @@ Results = dict[str, list[dict[str, Tensor]]]
 Run = Callable[[Mapping[str, int], str], Results]
 
 
-def _start(job: Mapping[str, Any], folder: Path, ranks: int) -> None:
-    """Run the job, a process for each rank; fails with what a failed rank wrote."""
-    path = folder / "job.json"
-    path.write_text(json.dumps(dict(job)))
-    command = [sys.executable, "-m", "tests.engines.megatron_worker", str(path)]
-    logs = [(folder / f"{rank}.log").open("w+") for rank in range(ranks)]
-    started = [
-        subprocess.Popen([*command, str(rank)], stdout=log, stderr=log, cwd=Path(__file__).parents[2])
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(240) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-        for log in logs:
-            log.close()
-    written = [(folder / f"{rank}.log").read_text() for rank in range(ranks)]
-    assert codes == [0] * ranks, "\n".join(text[-3000:] for code, text in zip(codes, written, strict=True) if code)
-
-
 @pytest.fixture(scope="module")
 def run(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """What each rank of a layout gave for each model; every layout runs once, for all tests."""
@@ -86,10 +62,8 @@ def run(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> R
                 "folders": [str(folders[name]) for name in names],
                 "layout": dict(sizes),
                 "dtype": dtype,
-                "rendezvous": f"file://{out / 'rendezvous'}" if ranks > 1 else None,
-                "out": str(out),
             }
-            _start(job, out, ranks)
+            run_ranks("tests.engines.megatron_worker", job, out, ranks)
             done[key] = {
                 name: [load_file(out / f"{name}.{rank}.safetensors") for rank in range(ranks)] for name in names
             }
@@ -182,11 +156,13 @@ def test_two_ranks_score_as_one(run: Run, sizes: Mapping[str, int]) -> None:
         )
 
 
-def test_the_output_layer_takes_hidden_states_that_were_gathered(run: Run) -> None:
+@pytest.mark.parametrize("kind", ["logits", "logprobs"])
+def test_gradients_of_hidden_states_that_were_gathered_are_summed_once(run: Run, kind: str) -> None:
+    """Both the output layer and chunked log-probabilities add up what tensor ranks have; the gather does not again."""
     for ranks in run(TENSOR, "float32").values():
         for found in ranks:
-            assert float(found["head/whole"].abs().max()) > 1.0
-            torch.testing.assert_close(found["head/share"], found["head/whole"], rtol=1e-4, atol=1e-4)
+            assert float(found[f"{kind}/whole"].abs().max()) > 0.1
+            torch.testing.assert_close(found[f"{kind}/share"], found[f"{kind}/whole"], rtol=1e-4, atol=1e-4)
 
 
 def test_each_rank_gives_its_own_layers_and_experts(run: Run) -> None:

@@ -179,21 +179,6 @@ def test_multiples_of_a_micro_batch(overrides: list[str], multiple: int, row: in
         ),
         ([*BASE, "trainer.device=cpu", "trainer.offload=true"], "trainer.offload = true: on CPU there is no other"),
         (
-            [*BASE, "trainer.optimizer.weights=bf16_kahan"],
-            "trainer.optimizer.weights = bf16_kahan: trainer=megatron does not have it; allowed: fp32_master",
-        ),
-        (
-            [*BASE, "trainer.device=cpu", "trainer.optimizer.state=bf16"],
-            "trainer.optimizer.state = bf16: moments other than fp32 are Transformer Engine's",
-        ),
-        (
-            [*BASE, "trainer.distributed_optimizer=false", "trainer.optimizer.state=fp8"],
-            "trainer.optimizer.state = fp8: Megatron has such moments in its distributed optimiser only; allowed: "
-            "fp32, or trainer.distributed_optimizer=true",
-        ),
-        ([*BASE, "trainer.optimizer.max_grad_value=1"], "trainer.optimizer.max_grad_value = 1.0: trainer=megatron"),
-        ([*BASE, "trainer.optimizer.max_weight=1"], "trainer.optimizer.max_weight = 1.0: trainer=megatron"),
-        (
             [*BASE, "trainer.lr_schedule.shape=cosine"],
             "trainer.lr_schedule.decay_updates = null: a cosine schedule needs an end",
         ),
@@ -267,8 +252,8 @@ def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
-        compose([*FP8, "trainer.device=cpu", "trainer.optimizer.weights=bf16", "trainer.offload=true"])
-    assert len(refused.value.problems) == 3
+        compose([*FP8, "trainer.device=cpu", "trainer.context_parallel_size=2", "trainer.offload=true"])
+    assert len(refused.value.problems) == 4
 
 
 @pytest.mark.parametrize(
@@ -277,6 +262,9 @@ def test_all_problems_are_told_at_once() -> None:
         ["trainer.ranks=2", "trainer.tensor_parallel_size=2"],
         ["trainer.optimizer.state=bf16"],
         ["trainer.optimizer.state=fp8", "recipe=fp8_e2e_kv"],
+        ["trainer.device=cpu", "trainer.distributed_optimizer=false", "trainer.optimizer.state=fp8"],
+        ["trainer.optimizer.weights=bf16_kahan", "trainer.optimizer.max_weight=1"],
+        ["trainer.optimizer.weights=bf16", "trainer.optimizer.max_grad_value=1"],
         ["trainer.device=cpu", "trainer.ranks=2", "trainer.pipeline_parallel_size=2"],
         ["trainer.lr_schedule.shape=cosine", "trainer.lr_schedule.decay_updates=100"],
         [

@@ -40,9 +40,19 @@ def test_the_torch_trainer_has_no_ranks() -> None:
     assert plan_run(compose()).rank_memory is None
 
 
-@pytest.mark.parametrize(("state", "element"), [("fp32", 12), ("bf16", 8), ("fp8", 6)])
-def test_the_optimizer_by_its_precision(state: str, element: int) -> None:
-    assert _rank(f"trainer.optimizer.state={state}").optimizer == element * PARAMETERS
+@pytest.mark.parametrize(
+    ("weights", "state", "element"),
+    [
+        ("fp32_master", "fp32", 12),
+        ("fp32_master", "bf16", 8),
+        ("fp32_master", "fp8", 6),
+        ("bf16_kahan", "bf16", 6),
+        ("bf16", "bf16", 4),
+    ],
+)
+def test_the_optimizer_by_its_precision(weights: str, state: str, element: int) -> None:
+    memory = _rank(f"trainer.optimizer.weights={weights}", f"trainer.optimizer.state={state}")
+    assert memory.optimizer == element * PARAMETERS
 
 
 def test_quantised_weights_stand_beside_the_bf16_ones() -> None:
