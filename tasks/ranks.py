@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from torch import Tensor
 from torch.distributed import DistError
 
@@ -42,7 +42,10 @@ _GRACE_S = 30.0
 """Longest wait, after an error that only another rank's failure explains, for that failure: Ray needs about this long
 to find that a machine is gone."""
 _SETTLE_S = 1.0
-"""Wait after any other error for the death of a rank, which explains more."""
+"""Wait after an error of a rank's own for that of another, or for a death, which explains more."""
+_DEATH, _OWN, _CONSEQUENCE = 0, 1, 2
+"""What an error is, by how much it explains: the end of a process, an error of the rank's own, or what the failure of
+another brings about."""
 
 
 class RankError(EngineError):
@@ -116,15 +119,20 @@ class Ranks:
         return futures[0].result(), {rank: futures[rank].result() for rank in refs}
 
     def _fail(self, what: str, errors: Mapping[int, BaseException], silent: Sequence[int]) -> None:
-        rank = min(errors, key=lambda r: (_weight(errors[r]), r == 0, r))
-        message = f"rank {rank} of {self.size}, {what}: {_described(errors[rank])}"
-        if silent and _is_consequence(errors[rank]):
-            message += f" (no answer from rank {', '.join(map(str, silent))})"
+        least = min(map(_weight, errors.values()))
+        told: dict[str, list[int]] = {}
+        for rank, error in sorted(errors.items()):
+            if _weight(error) == least:
+                told.setdefault(_described(error), []).append(rank)
+        # Several where one rank's error made others give up: they say so, and it says why.
+        message = "; ".join(f"{_named(ranks)} of {self.size}, {what}: {text}" for text, ranks in told.items())
+        if silent and least == _CONSEQUENCE:
+            message += f" (no answer from {_named(silent)})"
         self._failed = message
         # What they wait for will not come, and on a GPU they wait at full power.
         for peer in self._peers.values():
             ray.kill(peer)
-        raise RankError(message) from errors[rank]
+        raise RankError(message) from next(error for error in errors.values() if _weight(error) == least)
 
 
 def _outcome(futures: Mapping[int, Future[Any]]) -> dict[int, BaseException]:
@@ -137,23 +145,23 @@ def _outcome(futures: Mapping[int, Future[Any]]) -> dict[int, BaseException]:
             return errors
         least = min(map(_weight, errors.values()))
         pending = [future for future in futures.values() if not future.done()]
-        left = (0.0, _SETTLE_S, _GRACE_S)[least] - (time.monotonic() - start)
+        left = {_DEATH: 0.0, _OWN: _SETTLE_S, _CONSEQUENCE: _GRACE_S}[least] - (time.monotonic() - start)
         if left <= 0 or not pending:
             return errors
         wait_for(pending, timeout=left, return_when=FIRST_EXCEPTION)
 
 
 def _weight(error: BaseException) -> int:
-    """How much an error explains: 0 a death, 1 an error of the rank's own, 2 what another's failure brings about."""
-    if isinstance(error, RayActorError):
-        return 0
-    return 2 if _is_consequence(error) else 1
-
-
-def _is_consequence(error: BaseException) -> bool:
+    if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+        return _DEATH
     cause = _cause(error)
     # Gloo's errors have no type of their own; each names the line of its source.
-    return isinstance(cause, DistError) or (isinstance(cause, RuntimeError) and "gloo" in str(cause))
+    follows = isinstance(cause, DistError) or (isinstance(cause, RuntimeError) and "gloo" in str(cause))
+    return _CONSEQUENCE if follows else _OWN
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
 
 
 def _cause(error: BaseException) -> BaseException:

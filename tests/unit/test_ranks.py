@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from tasks.engines.protocols import EngineError
-from tasks.ranks import Ranks, _outcome, _weight
+from tasks.ranks import RankError, Ranks, _outcome, _weight
 from tasks.rendezvous import Meeting, arrive
 
 GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
@@ -24,7 +24,7 @@ def _remote(cause: Exception) -> RayTaskError:
 
 
 def test_a_death_explains_more_than_an_error_and_an_error_more_than_what_follows_from_it() -> None:
-    assert _weight(ActorDiedError()) == 0
+    assert [_weight(error) for error in (ActorDiedError(), OutOfMemoryError("x"))] == [0, 0]
     assert [_weight(error) for error in (OWN, _remote(OWN), EngineError("x"))] == [1, 1, 1]
     follows = (GLOO, _remote(GLOO), dist.DistBackendError("NCCL"), _remote(dist.DistStoreError("x")))
     assert [_weight(error) for error in follows] == [2, 2, 2, 2]
@@ -53,6 +53,51 @@ def test_the_reason_is_waited_for_and_nothing_else_is() -> None:
     assert _outcome(late) == {0: GLOO, 1: died}
     # An error of its own is told although the others hang.
     assert _outcome(_futures(OWN, "pending")) == {0: OWN}
+
+
+class _Ref:
+    """As Ray's reference to the answer of a peer."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def future(self) -> Future[Any]:
+        return self._future
+
+
+def _failing(monkeypatch: pytest.MonkeyPatch, local: BaseException, *peers: BaseException | str | None) -> str:
+    """What is said when rank 0 and its peers end so; all peers are ended, and no later call reaches one."""
+    ended: list[str] = []
+    monkeypatch.setattr("tasks.ranks.ray.kill", ended.append)
+    names = [f"peer {rank}" for rank in range(1, 1 + len(peers))]
+    ranks, futures = Ranks(names), _futures(None, *peers)  # type: ignore[arg-type]
+
+    def fail() -> None:
+        raise local
+
+    with pytest.raises(RankError) as caught:
+        ranks.call("train", fail, lambda rank, peer: _Ref(futures[rank]))
+    assert ended == names
+    with pytest.raises(RankError, match=r"^score: the ranks of the trainer cannot go on: rank"):
+        ranks.call("score", fail, lambda rank, peer: pytest.fail("reached"))
+    return str(caught.value)
+
+
+def test_ranks_that_gave_up_together_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here rank 0 has the reason; where all say the same it is said once."""
+    said = _failing(
+        monkeypatch, OSError("disk full"), EngineError("rank 0 failed"), _remote(EngineError("rank 0 failed"))
+    )
+    assert said == "rank 0 of 3, train: OSError: disk full; rank 1, 2 of 3, train: EngineError: rank 0 failed"
+    said = _failing(monkeypatch, OWN, OWN)
+    assert said == "rank 0, 1 of 2, train: ValueError: a real one"
+
+
+def test_a_rank_that_keeps_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective that timed out does not say for whom it waited."""
+    monkeypatch.setattr("tasks.ranks._GRACE_S", 0.2)
+    said = _failing(monkeypatch, GLOO, None, "pending", _remote(GLOO))
+    assert said == f"rank 0, 3 of 4, train: RuntimeError: {GLOO} (no answer from rank 2)"
 
 
 def test_one_rank_runs_in_the_calling_thread() -> None:
