@@ -36,7 +36,7 @@ engines: $(ENGINES_VENV)/.test
 test-slow: $(VENV)/.test $(ENGINES_VENV)/.test
 	$(BIN)/python -m pytest tests -m "slow and not gpu"
 	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" \
-		-k "(vllm and not ($(BOTH_ENDS))) or test_megatron_model"
+		-k "(vllm and not ($(BOTH_ENDS))) or test_megatron_model or test_megatron_ranks"
 	$(ENGINES_VENV)/bin/python -m pytest tests/contract -m "not slow and not gpu" -k megatron
 	$(ENGINES_VENV)/bin/python -m pytest tests/engines -m "slow and not gpu"
 	$(MAKE) --no-print-directory gpu-versions

@@ -71,7 +71,7 @@ def in_buckets(tensors: Iterable[Tensor], limit: int = BUCKET) -> Iterator[list[
         yield bucket
 
 
-def _together(tensors: Sequence[Tensor], send: Callable[[Tensor], object], limit: int) -> None:
+def apply_in_buckets(tensors: Sequence[Tensor], send: Callable[[Tensor], object], limit: int) -> None:
     """Apply a collective that works in place to tensors of one type, many at a time."""
     for bucket in in_buckets(tensors, limit):
         if len(bucket) == 1 and bucket[0].is_contiguous():
@@ -157,10 +157,14 @@ class RankExchange:
     ) -> None:
         """In place, on all of the group or on its rank `owner` alone."""
         if owner is None:
-            _together([gradients[name] for name in names], lambda t: dist.all_reduce(t, group=group), self._bucket)
+            apply_in_buckets(
+                [gradients[name] for name in names], lambda t: dist.all_reduce(t, group=group), self._bucket
+            )
             return
         place = dist.get_global_rank(group, owner)
-        _together([gradients[name] for name in names], lambda t: dist.reduce(t, place, group=group), self._bucket)
+        apply_in_buckets(
+            [gradients[name] for name in names], lambda t: dist.reduce(t, place, group=group), self._bucket
+        )
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         counted = [gradient for name, gradient in gradients.items() if self._counts(name)]
@@ -189,7 +193,7 @@ class RankExchange:
                 self._send([parameters[name].detach() for name in share], group, dist.get_global_rank(group, owner))
 
     def _send(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
-        _together(tensors, lambda t: dist.broadcast(t, source, group=group), self._bucket)
+        apply_in_buckets(tensors, lambda t: dist.broadcast(t, source, group=group), self._bucket)
 
 
 def _squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

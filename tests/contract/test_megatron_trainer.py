@@ -188,7 +188,8 @@ def test_scores_do_not_depend_on_the_chunk_of_logits(benches: tuple[Workbench, W
 def test_packed_rows_score_and_learn_as_padded_ones(benches: tuple[Workbench, Workbench]) -> None:
     """Rows of one sequence see nothing of each other, and every value is put back to its own token."""
     benches[1].trainer("bf16")
-    from tasks.engines.megatron_policy import MegatronPolicy, passes
+    from tasks.engines.megatron_passes import passes
+    from tasks.engines.megatron_policy import MegatronPolicy
 
     config, batch = benches[1].config("bf16", "trainer.micro_batch_size=5"), benches[1].batch("bf16")
     padded = passes(config.trainer, config.recipe, 1.0)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.engines import megatron_cpu
 from tasks.engines.megatron_config import Layout
 from tasks.engines.protocols import TokenRows
 from tasks.numerics.packing import PackingRule
@@ -74,6 +73,8 @@ def results() -> dict[str, Tensor]:
 def main() -> None:
     job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     torch.set_num_threads(1)
+    from tasks.engines import megatron_cpu
+
     megatron_cpu.install()
     from tasks.engines.megatron_model import start_groups, stop_groups
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from conf.compose import compose
 from conf.schema import MegatronTrainer, RunConfig
-from tasks.engines import megatron_cpu
 from tasks.engines.megatron_config import Layout
 from tasks.engines.protocols import RolloutBatch
 from tests.engines.megatron_models import VOCABULARY
@@ -134,6 +133,8 @@ def results(case: Mapping[str, Any], config: RunConfig, rank: int) -> dict[str, 
 def main() -> None:
     job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     torch.set_num_threads(1)
+    from tasks.engines import megatron_cpu
+
     megatron_cpu.install()
     from tasks.engines.megatron_model import start_groups, stop_groups
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tasks.engines.megatron_names import Form, ModelShape, Part, stage_entries
 from tests.engines.context_worker import TEMPERATURE, coupled, made
 from tests.engines.megatron_models import save_model
 from tests.engines.megatron_rank_worker import STEPS, rollout_batch
@@ -151,7 +153,7 @@ def test_two_ranks_report_as_one(run: Run, layout: str, case: str) -> None:
         wanted = {name: value for name, value in one["metrics"][step].items() if not name.startswith("memory/")}
         assert wanted["optim/grad_norm"] > 0.1 and wanted["optim/skipped_steps"] == 0
         assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-    assert (one["metrics"][-1]["optim/clipped_weights"] > 0) == (case == "untied")
+    assert (one["metrics"][-1]["optim/clipped_weights"] > 0) == case.startswith("untied")
 
 
 def test_a_rank_without_rows_computes_along() -> None:
@@ -215,6 +217,37 @@ def test_random_rounding_does_not_depend_on_owners(run: Run, case: str) -> None:
     for name, tensor in whole.items():
         assert torch.equal(split[name], tensor), name
         assert not torch.equal(start[name], tensor), name
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_who_adds_up_what_over_tensor_ranks(monkeypatch: pytest.MonkeyPatch, sequence_parallel: bool) -> None:
+    """With sequence parallelism, which the CPU lacks, a tensor rank's gradient of a norm or router is of its tokens."""
+    from megatron.core import parallel_state
+
+    from tasks.engines.megatron_ranks import sharings
+
+    for name in ("tensor_model_parallel", "data_parallel", "embedding", "expert_data_parallel"):
+        monkeypatch.setattr(parallel_state, f"get_{name}_group", lambda name=name, **_: name)
+    shape = ModelShape(1, 64, 4, 2, 16, 96, 200, 256, tied=False, qk_norm=True, experts=2)
+    part = Part(range(1), range(2), first=True, last=True, tensor_rank=1, tensor_size=2)
+    module = SimpleNamespace(config=SimpleNamespace(sequence_parallel=sequence_parallel))
+    entries = stage_entries(shape, Form(fused_norms=False, grouped_experts=True), part)
+    model: Any = SimpleNamespace(module=module, plan=SimpleNamespace(shape=shape), part=part, entries=entries)
+    found = sharings(model)
+    partial = {
+        name.rpartition("0.")[2] for name, sharing in found.items() if sharing.partial == "tensor_model_parallel"
+    }
+    by_head = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
+    by_token = {
+        *("input_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.router.weight"),
+        "decoder.final_layernorm.weight",
+    }
+    assert partial == (by_head | by_token if sequence_parallel else by_head)
+    experts = {name for name, sharing in found.items() if sharing.copies == "expert_data_parallel"}
+    assert experts == {name for name in found if ".experts." in name} and len(experts) == 4
+    assert all(found[name].copies == "data_parallel" for name in found.keys() - experts)
+    whole = {name.rpartition("0.")[2] for name, sharing in found.items() if not sharing.counted}
+    assert whole == by_head | by_token, "the first tensor rank counts what all have"
 
 
 def test_context_ranks_have_the_log_probabilities_of_all_tokens(tmp_path: Path) -> None:
