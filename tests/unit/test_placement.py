@@ -12,6 +12,8 @@ from conf.schema import RunConfig
 from flows.doctor import processes
 from flows.inputs import check_inputs
 from flows.placement import Placement, placement, shortage
+from flows.record import PHASES
+from flows.steps import _merge, trainer_gpus
 from infra.device import DeviceFacts, Node
 
 GPU = ("rollout=vllm", "trainer=megatron", "recipe=bf16")
@@ -57,6 +59,13 @@ def test_a_key_that_is_set_holds_and_the_other_follows() -> None:
 )
 def test_a_gpu_has_one_rank(rollout: float, trainer: float, ranks: int, gpus: int) -> None:
     assert Placement(ranks, rollout, trainer, 0, 0).gpus == gpus
+
+
+def test_the_trainers_throughput_is_that_of_a_gpu() -> None:
+    assert [trainer_gpus(_config(*device, ranks=4)) for device in ((), ("trainer.device=cpu",))] == [4, 1]
+    assert trainer_gpus(compose([])) == 1
+    times = {f"time/{phase}_s": 2.0 for phase in PHASES}
+    assert _merge([times], 1200.0, 3)["throughput/train_tokens_per_s"] == 100.0
 
 
 def test_what_never_fits_is_said_with_what_there_is() -> None:
