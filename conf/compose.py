@@ -35,9 +35,23 @@ RESULT_NEUTRAL: Final = frozenset(
         "storage",
         "benchmark",
         "rollout.kv_preflight",
+        "trainer.ranks",
+        "trainer.tensor_parallel_size",
+        "trainer.pipeline_parallel_size",
+        "trainer.context_parallel_size",
+        "trainer.expert_parallel_size",
+        "trainer.tokens_per_micro_batch",
+        "trainer.recompute",
+        "trainer.distributed_optimizer",
+        "trainer.offload",
     }
 )
-"""Keys, and all below them, that change nothing that a run computes."""
+"""Keys, and all below them, that change nothing that a run computes.
+
+Those of the trainer say where and in what order the same sums are computed: a run that goes on in another layout is the
+same run up to rounding. Threads are not among them, since with equal ones a run on one CPU rank repeats to the bit; nor
+is the device, which decides what is quantised.
+"""
 _MISSING_MARK: Final = "???"
 _REPLACED_BY_PATH: Final = ("model.architecture", "model.warm_start")
 # Hydra keeps its state in a process-wide singleton.
@@ -81,7 +95,8 @@ def flatten(config: RunConfig) -> dict[str, str | int | float | bool | None]:
 def digest(config: RunConfig) -> str:
     """SHA-256 (hex) over the canonical JSON of what shapes a run's results.
 
-    RESULT_NEUTRAL is left out: how far the run goes, its name and place, saves, surroundings, checks at its start.
+    RESULT_NEUTRAL is left out: how far the run goes, its name and place, saves, surroundings, checks at its start, and
+    how Megatron's ranks share the work.
     """
     text = json.dumps(
         _shaping(resolved(config)), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False

@@ -121,6 +121,8 @@ def _benchmark(overrides: list[str]) -> int:
 
 
 def _doctor(overrides: list[str]) -> int:
+    prepare_environment(local_ray=False)
+    # Imported here: ray reads its settings from the environment on import.
     from flows.doctor import doctor
 
     return OK if doctor(overrides, _wide()) else FAILED

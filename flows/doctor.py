@@ -11,8 +11,10 @@ from rich.table import Table
 from conf.compose import CONFIG_DIR, compose
 from conf.overrides import groups
 from conf.schema import LinearPrecision, Recipe, RunConfig, VllmRollout
+from flows.placement import own_nodes, placement, shortage
 from infra.device import DeviceFacts, cpu_flags, device_facts, installed
 from infra.provenance import versions
+from infra.ray_cluster import ClusterError, cluster_nodes, ray_cluster
 from tasks.engines.memory_plan import kv_capacity_tokens
 from tasks.engines.plan import RunPlan, plan_run
 
@@ -36,10 +38,32 @@ def doctor(overrides: Sequence[str], console: RichConsole) -> bool:
     console.print(_machine(facts))
     verdicts = [judge(compose([*_without_recipe(overrides), f"recipe={name}"]), facts) for name in _recipes()]
     console.print(_recipes_table(config, verdicts))
-    own = judge(config, facts)
-    for problem in own.problems:
+    problems = judge(config, facts).problems
+    try:
+        line, lack = processes(config, facts)
+        console.print(line, markup=False)
+    except ClusterError as error:
+        lack = str(error)
+    problems += () if lack is None else (lack,)
+    for problem in problems:
         console.print(f"recipe {config.recipe.name} cannot run here: {problem}", markup=False)
-    return not own.problems
+    return not problems
+
+
+def processes(config: RunConfig, facts: DeviceFacts) -> tuple[str, str | None]:
+    """Actors that a run would have and what its cluster has in all, in a line; and why that could never hold them.
+
+    An existing cluster is joined and asked; `ClusterError` where it does not answer.
+    """
+    where, nodes = "this machine", own_nodes(config, facts.count)
+    if nodes is None:
+        where = f"the cluster {config.cluster.address}"
+        with ray_cluster(config.cluster, "fp8-grpo-doctor"):
+            nodes = cluster_nodes()
+    cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
+    wanted = placement(config, gpus)
+    line = f"a run asks for {wanted.describe()}; {where} has {gpus:g} GPUs and {cpus:g} CPU slots in all"
+    return line, shortage(wanted, nodes, where)
 
 
 def _recipes() -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from conf.preflight import preflight
 from conf.problems import ConfigError
 from conf.schema import JsonlData, RunConfig
+from flows.placement import own_nodes, placement, shortage
+from infra.device import gpu_count
 from tasks.data.examples import DataError, Dataset
 from tasks.data.loading import load_dataset
 from tasks.data.tokens import TextCodec
@@ -32,12 +34,17 @@ def _sha256(path: Path) -> str:
 def check_inputs(config: RunConfig, starts: bool = True) -> RunPlan:
     """Files, tasks, rows, and whether the recipe fits the model; `ConfigError` with all that is wrong.
 
-    `starts`: whether the run will start here. Returns the plan that was worked out on the way.
+    `starts`: whether the run will start here, and on a local Ray needs this machine's GPUs. Returns the plan that was
+    worked out on the way.
     """
     preflight(config, trains=starts)
     problems: list[str] = []
     if Path(config.runs_dir).exists() and not Path(config.runs_dir).is_dir():
         problems.append(f"runs_dir = {config.runs_dir}: is a file; allowed: a folder, or a path that does not exist")
+    nodes = own_nodes(config, gpu_count()) if starts else None
+    if nodes is not None:
+        lack = shortage(placement(config, sum(node.gpus for node in nodes)), nodes, "this machine")
+        problems += [] if lack is None else [f"cluster.kind = {config.cluster.kind}: {lack}"]
     plan = None
     try:
         plan = plan_run(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Final
 
@@ -9,6 +10,8 @@ import yaml
 
 from conf.compose import digest, resolved
 from conf.schema import Algorithm, Correction, LinearPrecision, MegatronTrainer, Optimizer, RunConfig, VllmRollout
+from flows.placement import own_nodes, placement, shortage
+from infra.device import gpu_count
 from tasks.engines.memory_plan import kv_capacity_tokens
 from tasks.engines.plan import EnginePlan, RunPlan
 from tasks.engines.precision_plan import block_spec
@@ -41,6 +44,7 @@ def describe(config: RunConfig, plan: RunPlan) -> str:
         f"{_mb(plan.reference_bytes)}",
         *_rank_lines(config, plan),
         *_pool_lines(config, plan),
+        f"  processes        {_processes(config)}",
         f"  clipping         {_clipping(optimizer)}",
         f"  work             {config.steps} steps x {a.prompts_per_step} prompts x {a.group_size} samples, "
         f"{plan.optimizer_updates} optimiser updates",
@@ -79,6 +83,17 @@ def _rank_lines(config: RunConfig, plan: RunPlan) -> list[str]:
         f"  trainer ranks    {trainer.ranks} on {trainer.device}: {layout}",
         f"  memory a rank    {', '.join(parts)}; together {_gb(memory.total)}",
     ]
+
+
+def _processes(config: RunConfig) -> str:
+    """The actors, and for a local Ray whether this machine can hold them; another cluster is not asked here."""
+    nodes = own_nodes(config, gpu_count())
+    if nodes is None:
+        whole = placement(config, math.inf).describe()
+        return f"{whole}, on a cluster that has them: fp8-grpo doctor asks it"
+    wanted = placement(config, sum(node.gpus for node in nodes))
+    lack = shortage(wanted, nodes, "this machine")
+    return wanted.describe() if lack is None else f"not on this machine: {lack}"
 
 
 def _pool_lines(config: RunConfig, plan: RunPlan) -> list[str]:

@@ -21,12 +21,13 @@ from flows.console import Console
 from flows.environment import tracking_uri
 from flows.failures import is_interrupt
 from flows.identity import RunIdentity, identify
+from flows.placement import placement, shortage
 from flows.record import Record
 from flows.top_tokens import TOP_TOKENS, TopTokens
 from infra.journal import Journal
 from infra.mlflow_writer import MlflowWriter
 from infra.provenance import git_commit
-from infra.ray_cluster import await_ready, cluster_has_gpus, ray_cluster, spawn
+from infra.ray_cluster import ClusterError, await_ready, cluster_nodes, ray_cluster, spawn
 from infra.store import CheckpointStore
 from infra.store_files import absolute_url
 from tasks.actors import RolloutActor, TrainerActor
@@ -34,6 +35,7 @@ from tasks.calls import Engines
 from tasks.data.examples import Dataset
 from tasks.data.grading import Grader
 from tasks.data.loading import load_dataset
+from tasks.followers import FollowerActor
 
 _MLFLOW_START_S = 30.0
 
@@ -101,7 +103,8 @@ def open_session(
         loading = pool.submit(load_dataset, config.data)
         stack.enter_context(ray_cluster(config.cluster, namespace=f"fp8-grpo-{identity.name}"))
         actors = RunActors(config, f"fp8-grpo-{flow_run_id}-{run_count}")
-        engines = Engines(actors.rollout(), actors.trainer(), actors.replace_rollout)
+        rollout, (trainer, *followers) = actors.rollout(), actors.trainer()
+        engines = Engines(rollout, trainer, actors.replace_rollout, followers)
         dataset = loading.result()
         grader = stack.enter_context(Grader(dataset.grader, config.data.answer_time_limit_s))
         writer = _writer(config, identity, folder, journal, flow_run_id)
@@ -140,24 +143,38 @@ def _knows(journal: Journal, step: int) -> bool:
 
 
 class RunActors:
-    """Starts the actors of a run, each under a name that no other has had."""
+    """Starts the actors of a run, each under a name that no other has had, on the cluster that was joined.
+
+    `ClusterError` where all of it together could not hold them.
+    """
 
     def __init__(self, config: RunConfig, name: str) -> None:
         self._config = config
         self._name = name
         self._rollouts = 0
+        nodes = cluster_nodes()
+        self._placement = placement(config, sum(node.gpus for node in nodes))
+        lack = shortage(self._placement, nodes, "the cluster")
+        if lack is not None:
+            raise ClusterError(f"cluster.kind={config.cluster.kind}: {lack}")
 
-    def trainer(self) -> ActorHandle:
-        return spawn(TrainerActor, f"{self._name}-trainer", self._config.trainer.threads, self._config.cluster)
+    def trainer(self) -> tuple[ActorHandle, ...]:
+        """The trainer's ranks, of which rank 0 leads."""
+        config, gpus = self._config, self._placement.trainer_gpus
+        names = [f"{self._name}-trainer"]
+        if config.trainer.ranks > 1:
+            # Ray's own messages say the name of an actor that died.
+            names = [f"{self._name}-trainer-rank-{rank}" for rank in range(config.trainer.ranks)]
+        return tuple(
+            spawn(FollowerActor if rank else TrainerActor, name, config.trainer.threads, config.cluster, gpus)
+            for rank, name in enumerate(names)
+        )
 
     def rollout(self) -> ActorHandle:
         config = self._config
-        gpus = config.cluster.rollout_gpus
-        if gpus is None:
-            gpus = 1.0 if config.rollout.engine == "vllm" and cluster_has_gpus() else 0.0
         self._rollouts += 1
         name = f"{self._name}-rollout-{self._rollouts}"
-        return spawn(RolloutActor, name, config.rollout.threads, config.cluster, gpus)
+        return spawn(RolloutActor, name, config.rollout.threads, config.cluster, self._placement.rollout_gpus)
 
     def replace_rollout(self, old: ActorHandle) -> ActorHandle:
         """A new process for the rollout engine, after the end of the old one and of what it held."""
@@ -168,7 +185,9 @@ class RunActors:
 
 
 def _await_actors(engines: Engines, config: RunConfig) -> None:
-    await_ready({"rollout": engines.rollout, "trainer": engines.trainer}, config.cluster)
+    ranks = {f"trainer rank {rank}": follower for rank, follower in enumerate(engines.followers, 1)}
+    leader = "trainer rank 0" if ranks else "trainer"
+    await_ready({"rollout": engines.rollout, leader: engines.trainer} | ranks, config.cluster)
 
 
 def _writer(config: RunConfig, identity: RunIdentity, folder: Path, journal: Journal, flow_run_id: str) -> MlflowWriter:

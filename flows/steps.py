@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conf.schema import KvPrecision, LinearPrecision, Recipe, VllmRollout
+from conf.schema import KvPrecision, LinearPrecision, MegatronTrainer, Recipe, RunConfig, VllmRollout
 from flows.identity import checkpoint_meta
 from flows.inputs import input_digests
 from flows.record import PHASES
@@ -60,7 +60,8 @@ class Stepper:
         s.top_tokens.add(step, scored["offenders"], self._codec)
         trained = train(s.engines, sampled.batch, scored["logprobs"], sampled.advantages)
         calibrated = calibrate(s.engines, sampled.batch, config.recipe.calibration)
-        metrics = _merge([synced, sampled.metrics, scored["metrics"], trained, calibrated], scored["tokens"])
+        parts = [synced, sampled.metrics, scored["metrics"], trained, calibrated]
+        metrics = _merge(parts, scored["tokens"], trainer_gpus(config))
         self._warn(step, metrics)
         return metrics
 
@@ -112,12 +113,18 @@ class Stepper:
         return checkpoint(s.engines, s.storage_target, s.identity.name, step, files, meta, keep)
 
 
-def _merge(parts: list[dict[str, float]], train_tokens: float) -> dict[str, float]:
+def trainer_gpus(config: RunConfig) -> int:
+    """GPUs by which the trainer's throughput is divided; on CPU the trainer counts as one whatever its ranks."""
+    trainer = config.trainer
+    return trainer.ranks if isinstance(trainer, MegatronTrainer) and trainer.device == "gpu" else 1
+
+
+def _merge(parts: list[dict[str, float]], train_tokens: float, gpus: int) -> dict[str, float]:
     peak = max(peak_memory_gb(), *(part.get("memory/peak_gb", 0.0) for part in parts))
     merged: dict[str, float] = {}
     for part in parts:
         merged |= part
     merged["time/step_s"] = sum(merged[f"time/{phase}_s"] for phase in PHASES) + merged.get("time/sleep_s", 0.0)
     training_s = merged["time/score_s"] + merged["time/train_s"]
-    merged["throughput/train_tokens_per_s"] = train_tokens / training_s
+    merged["throughput/train_tokens_per_s"] = train_tokens / training_s / gpus
     return merged | {"memory/peak_gb": peak}

@@ -54,8 +54,8 @@ def run_training(config: RunConfig, flow_run_id: str, run_count: int, console: C
         summary = _report(session)
         if session.record.replay_differences:
             console.say(
-                f"{session.record.replay_differences} values of repeated steps differ from the journal: this machine "
-                "or its libraries do not compute as before"
+                f"{session.record.replay_differences} values of repeated steps differ from the journal: this "
+                "machine, its libraries or the trainer's layout do not compute as before, to the last bit"
             )
     console.closing(config.recipe.name, summary)
     return {"run": identity.name, "folder": str(session.folder), **summary}

@@ -23,6 +23,19 @@ class DeviceFacts:
     total_gb: float
 
 
+@dataclass(frozen=True)
+class Node:
+    """CPU slots and GPUs that Ray hands out on a machine, taken or free."""
+
+    cpus: float
+    gpus: float
+
+
+def gpu_count() -> int:
+    """GPUs of this machine that torch sees; takes no memory on any of them, as `device_facts` does."""
+    return torch.cuda.device_count()
+
+
 def device_facts() -> DeviceFacts:
     """The first GPU, or the host's processor where there is none."""
     if torch.cuda.is_available():

@@ -9,9 +9,10 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayError
 
 from conf.schema import Cluster
+from infra.device import Node
 
 _CONNECT_S = 5.0
 
@@ -61,9 +62,10 @@ def _arguments(cluster: Cluster, namespace: str) -> dict[str, Any]:
     }
 
 
-def cluster_has_gpus() -> bool:
-    """Whether any node of the cluster has a GPU that Ray hands out."""
-    return bool(ray.cluster_resources().get("GPU", 0.0) > 0)
+def cluster_nodes() -> tuple[Node, ...]:
+    """The machines of the cluster that are alive."""
+    found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return tuple(Node(float(held.get("CPU", 0.0)), float(held.get("GPU", 0.0))) for held in found)
 
 
 def spawn(actor_class: type, name: str, threads: int, cluster: Cluster, gpus: float = 0.0) -> ActorHandle:
@@ -98,5 +100,6 @@ def await_ready(handles: dict[str, ActorHandle], cluster: Cluster) -> None:
     for ref in done:
         try:
             ray.get(ref)
-        except (RayActorError, GetTimeoutError) as error:
+        except RayError as error:
+            # It died, or its environment or the object store could not be set up.
             raise ClusterError(f"the {refs[ref]} actor died while it started: {error}") from error

@@ -17,9 +17,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -93,21 +94,53 @@ class CheckpointStore:
         _check_run(run)
         _check_request(step, files)
         plain = _plain(meta, "meta")
-        attempt = f"{step:08d}-{uuid4().hex}"
-        where = f"{run}/attempts/{attempt}"
+        attempt = self.begin(run, step)
+        return self.commit(run, attempt, self.stage(run, attempt, files), plain)
+
+    def begin(self, run: str, step: int) -> str:
+        """Name of a new attempt to publish `run` at `step` from several processes.
+
+        Nothing is written here: each process calls `stage`, then one of them `commit`.
+        """
+        _check_run(run)
+        _check_step(step)
+        return f"{step:08d}-{uuid4().hex}"
+
+    def stage(self, run: str, attempt: str, files: Mapping[str, Path]) -> tuple[FileEntry, ...]:
+        """Store a part of an attempt's files (as in `publish`); what is returned goes to `commit`.
+
+        Until then they are in no checkpoint, and `prune` removes those that never were.
+        """
+        _check_run(run)
+        _check_files(files)
+        step, where = _step_of(attempt), f"{run}/attempts/{attempt}"
         with _as_store_error(f"publishing step {step} of run {run} to {self.url}"):
             entries = tuple(_describe(name, Path(source)) for name, source in sorted(files.items()))
             for entry in entries:
                 self._files.put(Path(files[entry.path]), f"{where}/{entry.path}")
-            problem = _difference(entries, self._files.sizes(where))
+        return entries
+
+    def commit(self, run: str, attempt: str, entries: Iterable[FileEntry], meta: Mapping[str, Any]) -> Manifest:
+        """Make a checkpoint of all that was staged for `attempt`; StoreError, and none, unless it is all there once."""
+        _check_run(run)
+        plain, files = _plain(meta, "meta"), tuple(sorted(entries, key=lambda entry: entry.path))
+        step, where = _step_of(attempt), f"{run}/attempts/{attempt}"
+        what = f"publishing step {step} of run {run} to {self.url}"
+        with _as_store_error(what):
+            if not files:
+                raise StoreError(f"{what}: files={{}}: a checkpoint has at least one file")
+            for entry, following in pairwise(files):
+                if entry.path == following.path:
+                    raise StoreError(f"{what}: {entry.path} was staged twice")
+            problem = _difference(files, self._files.sizes(where))
             if problem is not None:
-                raise StoreError(f"publishing step {step} of run {run} to {self.url}: {problem}")
+                raise StoreError(f"{what}: {problem}")
             manifest = Manifest(
                 run=run,
                 step=step,
                 attempt=attempt,
                 created_at=datetime.now(UTC).isoformat(timespec="microseconds"),
-                files=entries,
+                files=files,
                 meta=plain,
             )
             self._files.write(_encode(manifest), f"{run}/manifests/{attempt}.json", staging=where)
@@ -261,10 +294,18 @@ def _check_run(run: str) -> None:
 
 
 def _check_request(step: int, files: Mapping[str, Path]) -> None:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise StoreError(f"step={step!r}: a step is an integer >= 0")
+    _check_step(step)
     if not files:
         raise StoreError("files={}: a checkpoint has at least one file")
+    _check_files(files)
+
+
+def _check_step(step: int) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise StoreError(f"step={step!r}: a step is an integer >= 0")
+
+
+def _check_files(files: Mapping[str, Path]) -> None:
     for name in files:
         if not isinstance(name, str) or not _FILE.fullmatch(name):
             raise StoreError(

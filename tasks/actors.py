@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from conf.schema import Recipe, RunConfig
 from infra.provenance import peak_memory_gb
-from infra.store import CheckpointStore, StoreError
 from tasks.engines.protocols import (
     EngineError,
     EngineReport,
@@ -31,12 +28,14 @@ from tasks.engines.protocols import (
 from tasks.engines.registry import build_rollout, build_trainer
 from tasks.engines.transport import Arrivals, Chunk, send
 from tasks.engines.warm_start import WarmStartSpec, cached_warm_start
+from tasks.followers import build_ranks
 from tasks.kernels import compiled_kernels
 from tasks.numerics.mismatch_detail import TokenOffence, top_offenders
+from tasks.rank_checkpoint import publish, restore
+from tasks.ranks import Ranks
 from tasks.rollout_link import RolloutLink
 
 Metrics = dict[str, float]
-log = logging.getLogger(__name__)
 
 
 class RolloutActor:
@@ -103,10 +102,15 @@ class RolloutActor:
 
 
 class TrainerActor:
-    """Owns the trainer engine, and before that the warm start."""
+    """Owns the trainer engine, or rank 0 of it and the lead of the others; before that the warm start.
+
+    What it is asked for holds for all ranks; a failure of one is a `RankError` that names it.
+    """
 
     def __init__(self) -> None:
+        self._ranks = Ranks()
         self._built: TrainerEngine | None = None
+        self._local: TrainerEngine | None = None
 
     def ping(self) -> str:
         return "trainer"
@@ -121,14 +125,33 @@ class TrainerActor:
         folder, cached = cached_warm_start(spec, Path(cache), report)
         return str(folder), cached
 
-    def build(self, config: RunConfig, model_dir: str) -> None:
-        self._built = build_trainer(config, Path(model_dir))
+    def build(self, config: RunConfig, model_dir: str, peers: Sequence[ActorHandle] = ()) -> None:
+        """Build or replace the engine; `peers`: the `FollowerActor` of rank 1 and of each further one."""
+        self._built = self._local = None
+        self._ranks.close()
+        self._ranks = Ranks(peers)
+        self._local, self._built = build_ranks(config, model_dir, self._ranks, self.make)
+
+    def make(self, config: RunConfig, model_dir: Path, rank: int, url: str | None) -> TrainerEngine:
+        return build_trainer(config, model_dir, rank, url)
 
     @property
     def _engine(self) -> TrainerEngine:
+        """All ranks as one."""
         if self._built is None:
             raise EngineError("the trainer engine was not built")
         return self._built
+
+    @property
+    def _own(self) -> TrainerEngine:
+        """Rank 0's."""
+        if self._local is None:
+            raise EngineError("the trainer engine was not built")
+        return self._local
+
+    @property
+    def _peak_gb(self) -> float:
+        return max(peak_memory_gb(), self._ranks.peak_gb)
 
     def send_weights(self, recipe: Recipe, rollout: ActorHandle, buffer_mb: int, timeout_s: float) -> dict[str, Any]:
         """Quantise once and install in the rollout actor, in chunks of `buffer_mb` MiB.
@@ -160,10 +183,10 @@ class TrainerActor:
         scores: Scores = self._engine.score(batch)
         found = top_offenders(scores.logprobs, batch.logprobs, batch.response_mask(), batch.tokens, offenders)
         tokens = float(batch.lengths.sum())
-        return scores.metrics | {"tokens": tokens, "memory/peak_gb": peak_memory_gb()}, found, scores.logprobs
+        return scores.metrics | {"tokens": tokens, "memory/peak_gb": self._peak_gb}, found, scores.logprobs
 
     def train(self, batch: RolloutBatch, logprobs: Tensor, advantages: Tensor) -> Metrics:
-        return self._engine.train(batch, logprobs, advantages) | {"memory/peak_gb": peak_memory_gb()}
+        return self._engine.train(batch, logprobs, advantages) | {"memory/peak_gb": self._peak_gb}
 
     def calibrate(self, rows: TokenRows) -> Metrics:
         return self._engine.calibrate(rows)
@@ -186,31 +209,9 @@ class TrainerActor:
         extra: Mapping[str, bytes],
         meta: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Publish the engine's state and `extra` files as one checkpoint; returns the manifest."""
-        url, options = store
-        with tempfile.TemporaryDirectory(prefix="fp8-grpo-checkpoint-") as folder:
-            root = Path(folder)
-            self._engine.save(root)
-            for name, content in extra.items():
-                (root / name).write_bytes(content)
-            files = {path.name: path for path in sorted(root.iterdir())}
-            return CheckpointStore(url, options).publish(run, step, files, meta).model_dump()
+        """Publish the state of all ranks and `extra` files as one checkpoint; returns the manifest."""
+        return publish(self._ranks, self._own, store, run, step, extra, meta).model_dump()
 
     def restore(self, store: tuple[str, Mapping[str, Any]], run: str) -> dict[str, Any]:
-        """Load the newest checkpoint whose content verifies; returns its manifest.
-
-        One that does not verify is skipped with a warning; with none left this is an `EngineError`.
-        """
-        url, options = store
-        checkpoints, problems = CheckpointStore(url, options), []
-        for manifest in checkpoints.complete(run):
-            with tempfile.TemporaryDirectory(prefix="fp8-grpo-restore-") as folder:
-                try:
-                    checkpoints.fetch(manifest, Path(folder) / "state")
-                except StoreError as error:
-                    problems.append(str(error))
-                    log.warning("checkpoint of step %d is skipped: %s", manifest.step, error)
-                    continue
-                self._engine.load(Path(folder) / "state")
-            return manifest.model_dump()
-        raise EngineError(f"run {run} at {url} has no usable checkpoint: {'; '.join(problems) or 'none found'}")
+        """See `tasks.rank_checkpoint.restore`; returns the manifest."""
+        return restore(self._ranks, self._own, store, run).model_dump()

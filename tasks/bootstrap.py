@@ -79,7 +79,7 @@ def _read_progress(path: Path) -> dict[str, Any] | None:
 @task(name="build-engines", **TASK_OPTIONS)
 def build_engines(engines: Engines, config: RunConfig, rollout_recipe: Recipe, model_dir: str) -> None:
     """Build both engines at the same time; each is empty or at its starting weights."""
-    trainer = engines.trainer.build.remote(config, model_dir)
+    trainer = engines.trainer.build.remote(config, model_dir, engines.followers)
     rollout = _built(engines, config, rollout_recipe, model_dir)
     wait("build (trainer)", trainer)
     wait("build (rollout)", rollout)

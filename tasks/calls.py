@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,13 +46,21 @@ def stopwatch() -> Iterator[Stopwatch]:
 
 
 class Engines:
-    """The actors of one run. A plain class on purpose: Prefect walks through dataclasses it is handed."""
+    """The actors of one run. A plain class on purpose: Prefect walks through dataclasses it is handed.
+
+    `followers`: the trainer's ranks but the first, which `trainer` leads; nobody else calls them.
+    """
 
     def __init__(
-        self, rollout: ActorHandle, trainer: ActorHandle, successor: Callable[[ActorHandle], ActorHandle] | None = None
+        self,
+        rollout: ActorHandle,
+        trainer: ActorHandle,
+        successor: Callable[[ActorHandle], ActorHandle] | None = None,
+        followers: Sequence[ActorHandle] = (),
     ) -> None:
         self.rollout = rollout
         self.trainer = trainer
+        self.followers = tuple(followers)
         self._successor = successor
 
     def replace_rollout(self) -> None:

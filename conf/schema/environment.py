@@ -48,6 +48,19 @@ class Cluster(Section):
             raise Refusal(Problem("rollout_gpus", value, "not an amount of GPUs that Ray reserves", allowed))
         return value
 
+    trainer_gpus: float | None = Field(default=None, ge=0.0, le=1.0)
+    """GPUs that Ray reserves for each rank of the trainer (0 to 1; a fraction shares one, more than half of it where
+    there are several ranks); null: 1 for Megatron on GPUs. With both null and too few GPUs for that, the rollout engine
+    has 0.4 and a rank 0.6 of one."""
+
+    @field_validator("trainer_gpus")
+    @classmethod
+    def _share_ray_can_reserve(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < 0.0001:
+            allowed = "0, 0.0001 to 1, or null"
+            raise Refusal(Problem("trainer_gpus", value, "not an amount of GPUs that Ray reserves", allowed))
+        return value
+
     kernel_cache: str | None = None
     """Folder on each node (from / or ~) for kernels that vLLM compiles; null leaves each library its own."""
 

@@ -202,6 +202,17 @@ class RunConfig(Section):
             raise Refusal(*problems)
         return value
 
+    @field_validator("cluster")
+    @classmethod
+    def _a_rank_has_its_own_gpu(cls, value: Cluster, info: ValidationInfo) -> Cluster:
+        trainer = info.data.get("trainer")
+        if not isinstance(trainer, MegatronTrainer) or trainer.device == "cpu" or trainer.ranks == 1:
+            return value
+        if value.trainer_gpus is not None and value.trainer_gpus <= 0.5:
+            wrong = f"two of the {trainer.ranks} ranks (trainer.ranks) could share a GPU, which NCCL refuses"
+            raise Refusal(Problem("cluster.trainer_gpus", value.trainer_gpus, wrong, "more than 0.5 up to 1, or null"))
+        return value
+
     @field_validator("run_name")
     @classmethod
     def _name_is_not_a_word_of_resume(cls, value: str | None) -> str | None:

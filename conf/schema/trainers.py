@@ -61,6 +61,11 @@ class TorchTrainer(Section):
     optimizer: Optimizer
     """Optimiser of the policy."""
 
+    @property
+    def ranks(self) -> int:
+        """Processes of the trainer."""
+        return 1
+
 
 class LrSchedule(Section):
     """What the learning rate does after the optimiser's warm-up."""

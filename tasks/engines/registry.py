@@ -42,19 +42,20 @@ def build_rollout(config: RunConfig, recipe: Recipe, model_dir: Path) -> Rollout
     return TorchRolloutEngine(model_dir, recipe, settings)
 
 
-def build_trainer(config: RunConfig, model_dir: Path) -> TrainerEngine:
-    """The configured trainer engine."""
+def build_trainer(config: RunConfig, model_dir: Path, rank: int = 0, rendezvous: str | None = None) -> TrainerEngine:
+    """The configured trainer engine; of several ranks this one, which meets the others at `rendezvous` (tcp://...)."""
     if isinstance(config.trainer, MegatronTrainer):
-        return _megatron_trainer(config, model_dir)
+        return _megatron_trainer(config, model_dir, rank, rendezvous)
     from tasks.engines.torch_trainer import TorchTrainerEngine, TrainerSpec
 
     spec = TrainerSpec(config.recipe, config.algorithm, config.correction, config.trainer, config.rollout)
     return TorchTrainerEngine(model_dir, spec)
 
 
-def _megatron_trainer(config: RunConfig, model_dir: Path) -> TrainerEngine:
+def _megatron_trainer(config: RunConfig, model_dir: Path, rank: int, rendezvous: str | None) -> TrainerEngine:
     try:
-        trainer: TrainerEngine = import_module("tasks.engines.megatron_trainer").build(config, model_dir)
+        build = import_module("tasks.engines.megatron_trainer").build
+        trainer: TrainerEngine = build(config, model_dir, rank, rendezvous)
     except ModuleNotFoundError as error:
         raise EngineError(
             f"trainer=megatron needs Megatron Core in the worker's environment ({error}); it comes with the extra "

@@ -1,4 +1,4 @@
-"""Whole runs that the Megatron trainer trains, in the process of its actor."""
+"""Whole runs that the Megatron trainer trains, in the processes of its actors."""
 
 from __future__ import annotations
 
@@ -7,24 +7,53 @@ from pathlib import Path
 
 import pytest
 
+from infra.store import CheckpointStore
 from tests.flows.runs import SMALL, points, train
 
 if find_spec("megatron") is None:
     pytest.skip("Megatron Core is not installed (extra engines-cpu)", allow_module_level=True)
 
+MEGATRON = ("trainer=megatron", "trainer.device=cpu", "recipe=fp8_rollout_kv", "trainer.tokens_per_micro_batch=512")
+BASE = tuple(setting for setting in SMALL if not setting.startswith("trainer."))
+TWO = ("trainer.ranks=2", "trainer.threads=1")
+TENSOR = (*TWO, "trainer.tensor_parallel_size=2")
+
+
+def _train(runs_dir: Path, *settings: str) -> None:
+    done = train([*MEGATRON, *settings], runs_dir, {"OMP_NUM_THREADS": "1"}, BASE)
+    assert done.code == 0, done.out
+
+
+def _mismatch(runs_dir: Path, run: str, steps: int) -> None:
+    """Of each step in the range of a healthy FP8 rollout."""
+    found = points(runs_dir, run)
+    assert all(1.0 < found["mismatch/token_mult_prob_error", step][0] < 1.1 for step in range(1, steps + 1))
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_trains_with_megatron_under_audit(tmp_path: Path) -> None:
-    """With FP8 weights, keys and values in the rollout: export, scales and checkpoint pass through the run."""
-    settings = ["trainer=megatron", "trainer.device=cpu", "recipe=fp8_rollout_kv"]
-    base = [setting for setting in SMALL if not setting.startswith("trainer.")]
-    settings.append("trainer.tokens_per_micro_batch=512")
-    done = train([*settings, "run_name=run", "steps=2"], tmp_path, base=base)
-    assert done.code == 0, done.out
-    again = train([*settings, "resume=run", "steps=3"], tmp_path, base=base)
-    assert again.code == 0, again.out
-    measured = points(tmp_path, "run")
-    mismatch = [values[0] for (name, _), values in measured.items() if name == "mismatch/token_mult_prob_error"]
-    assert len(mismatch) == 3
-    assert all(1.0 < value < 1.1 for value in mismatch)
+    """With FP8 weights, keys and values in the rollout: export, scales and checkpoint pass through the run.
+
+    It begins on two data ranks, which split masters and moments, and goes on on one.
+    """
+    _train(tmp_path, *TWO, "run_name=run", "steps=2")
+    _train(tmp_path, "trainer.threads=1", "resume=run", "steps=3")
+    _mismatch(tmp_path, "run", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_on_tensor_ranks_goes_on_on_data_ranks(tmp_path: Path) -> None:
+    """Every sync is audited; the checkpoint is written by both ranks, and has every point once."""
+    _train(tmp_path, *TENSOR, "run_name=run", "steps=2")
+    manifest = CheckpointStore(f"{tmp_path}/checkpoints").latest("run")
+    assert manifest is not None
+    parts = {entry.path for entry in manifest.files}
+    names = {f"{kind}-0000{rank}-of-00002.safetensors" for kind in ("weights", "optimizer") for rank in range(2)}
+    assert names < parts and "trainer.json" in parts
+    _train(tmp_path, *TWO, "resume=run", "steps=3")
+    _mismatch(tmp_path, "run", 3)
+    found = points(tmp_path, "run")
+    for metric in ("optim/grad_norm", "importance/ess", "calibration/max_rel_change"):
+        assert all(len(found[metric, step]) == 1 for step in range(1, 4))

@@ -47,9 +47,9 @@ def command(arguments: Sequence[str], runs_dir: Path, base: Sequence[str] = SMAL
 
 
 def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
     clean = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL")}
-    return clean | {"PYTHONPATH": root} | dict(extra or {})
+    places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return clean | {"PYTHONPATH": os.pathsep.join(places)} | dict(extra or {})
 
 
 def train(

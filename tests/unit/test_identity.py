@@ -66,6 +66,38 @@ def test_a_refused_resume_lists_what_shapes_results_alone(tmp_path: Path, store:
     assert identify(_config(tmp_path, "resume=run", *limits), store).start_step == 5
 
 
+MEGATRON = ("trainer=megatron", "trainer.device=cpu", "recipe=bf16")
+
+
+def test_a_run_goes_on_in_another_layout_of_the_trainer(tmp_path: Path, store: CheckpointStore) -> None:
+    """Ranks share the same sums in another way; what is computed stays a matter of the run."""
+    layout = ("trainer.ranks=8", "trainer.tensor_parallel_size=2", "trainer.tokens_per_micro_batch=4096")
+    _publish(store, _config(tmp_path, *MEGATRON, *layout), "run", 5)
+    others = (
+        ("trainer.ranks=1",),
+        ("trainer.ranks=4", "trainer.pipeline_parallel_size=2", "trainer.distributed_optimizer=false"),
+        ("trainer.ranks=2", "trainer.tokens_per_micro_batch=1024", "cluster.trainer_gpus=0.7"),
+    )
+    for other in others:
+        for resume in ("resume=run", "resume=auto"):
+            assert identify(_config(tmp_path, *MEGATRON, *other, resume), store).start_step == 5
+    for key, was, now in (
+        ("trainer.threads", 2, 1),
+        ("trainer.device", "cpu", "gpu"),
+        ("trainer.optimizer.beta1", 0.9, 0.8),
+        ("trainer.deterministic", False, True),
+    ):
+        config = _config(tmp_path, *MEGATRON, *layout, f"{key}={str(now).lower()}", "resume=run")
+        with pytest.raises(ConfigError, match=rf"inputs changed \({key}: {was} -> {now}\)"):
+            identify(config, store)
+
+
+def test_a_run_does_not_go_on_with_another_trainer(tmp_path: Path, store: CheckpointStore) -> None:
+    _publish(store, _config(tmp_path, *MEGATRON), "run", 5)
+    with pytest.raises(ConfigError, match=r"trainer.engine: megatron -> torch"):
+        identify(_config(tmp_path, "recipe=bf16", "resume=run"), store)
+
+
 def test_a_changed_data_file_is_refused(tmp_path: Path, store: CheckpointStore) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1 + 1?", "answer": "2"}\n')
