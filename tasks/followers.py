@@ -19,7 +19,7 @@ from tasks.rank_checkpoint import Copy, drop_copy, fetch_copy, stage_state
 from tasks.ranks import LedEngine, Ranks
 from tasks.rendezvous import Meeting, arrive, use_interface_of
 
-FOLLOWED: Final = frozenset({"export_weights", "score", "train", "calibrate", "report", "save", "load"})
+FOLLOWED: Final = frozenset({"export_weights", "score", "train", "calibrate", "report", "offload", "save", "load"})
 """Methods of an engine that all ranks run together."""
 
 Builder = Callable[[RunConfig, Path, int, str | None], TrainerEngine]

@@ -205,6 +205,9 @@ class LedEngine:
     def report(self) -> EngineReport:
         return self._all("report", self._local.report)
 
+    def offload(self) -> None:
+        self._all("offload", self._local.offload)
+
     def save(self, directory: Path) -> None:
         self._all("save", self._local.save, directory)
 

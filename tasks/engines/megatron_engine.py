@@ -18,6 +18,7 @@ from conf.schema import Algorithm, Correction, MegatronTrainer, Recipe, Rollout
 from tasks.engines.megatron_calibration import observe_rows, reduce_over, same_tokens
 from tasks.engines.megatron_checkpoint import save_tensors
 from tasks.engines.megatron_config import Layout
+from tasks.engines.megatron_delayed import load_history, save_history
 from tasks.engines.megatron_export import exporter_of, gather_payload
 from tasks.engines.megatron_model import world_of
 from tasks.engines.megatron_passes import passes
@@ -128,6 +129,12 @@ class MegatronTrainerEngine:
         if masters:
             self._masters.give_back()
 
+    @property
+    def _remembers(self) -> bool:
+        """Whether products of a step depend on those of earlier ones."""
+        linears = self._spec.recipe.training_linears
+        return linears.quantized and linears.scaling == "tensor_delayed"
+
     def _fingerprints(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
         """By Hugging Face name, of the whole model, from what each rank has of it by Megatron's names."""
         return gathered_fingerprints(self._policy.model.plan.shape, self._world, weights)
@@ -212,6 +219,8 @@ class MegatronTrainerEngine:
 
     def save(self, directory: Path) -> None:
         self._fetch(masters=True)
+        if self._remembers:
+            save_history(self._policy.model, directory, self._world.rank, self._world.size)
         save_tensors(self._policy.model.plan.shape, self._world, self._optimizer, directory)
         if self._world.rank == 0:
             state = TrainerState(self._version, self._reference_print, self._optimizer.updates, self._scales)
@@ -225,5 +234,7 @@ class MegatronTrainerEngine:
         )
         settings = self._spec.trainer.optimizer
         load_checkpoint(self._policy.model, self._world, directory, settings, self._optimizer, state.updates)
+        if self._remembers:
+            self._world.together(f"loading {directory}", lambda: load_history(self._policy.model, directory))
         self._policy.weights_changed()
         self._version, self._scales = state.version, state.scales

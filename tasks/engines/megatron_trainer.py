@@ -8,21 +8,11 @@ from pathlib import Path
 
 import torch
 
-from conf.schema import MegatronTrainer, Recipe, RunConfig
+from conf.schema import MegatronTrainer, RunConfig
 from tasks.engines.megatron_config import Layout, precision_arguments
 from tasks.engines.protocols import EngineError, TrainerEngine
 
 _TIMEOUT_S, _SEED = 600.0, 1
-
-
-def check_settings(recipe: Recipe) -> None:
-    """`EngineError` for settings that this engine does not have yet."""
-    linears = recipe.training_linears
-    if linears.quantized and linears.scaling == "tensor_delayed":
-        raise EngineError(
-            "recipe.training_linears.scaling = tensor_delayed: trainer=megatron does not save its history of amax yet; "
-            "allowed: block, tensor, mxfp8"
-        )
 
 
 def layout_of(trainer: MegatronTrainer, rank: int = 0) -> Layout:
@@ -48,7 +38,6 @@ def build(config: RunConfig, model_dir: Path, rank: int = 0, rendezvous: str | N
     """
     trainer, recipe = config.trainer, config.recipe
     assert isinstance(trainer, MegatronTrainer)
-    check_settings(recipe)
     on_gpu = trainer.device == "gpu"
     if on_gpu and not torch.cuda.is_available():
         raise EngineError("trainer.device = gpu: this machine has no CUDA; allowed: cpu, for tests")

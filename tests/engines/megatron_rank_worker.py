@@ -76,11 +76,9 @@ def layout(config: RunConfig, rank: int) -> Layout:
 def build(config: RunConfig, folder: Path, dtype: str, rank: int) -> Any:
     """An engine as `megatron_trainer.build` makes it, but for the compute type."""
     from tasks.engines.megatron_engine import MegatronSpec, MegatronTrainerEngine
-    from tasks.engines.megatron_trainer import check_settings
 
     trainer, recipe = config.trainer, config.recipe
     assert isinstance(trainer, MegatronTrainer)
-    check_settings(recipe)
     spec = MegatronSpec(recipe, config.algorithm, config.correction, trainer, config.rollout, getattr(torch, dtype))
     return MegatronTrainerEngine(folder, spec, layout(config, rank))
 

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,15 @@ from tests.gpu.megatron_bench import build, layers_of_8b, random_batch, save_ran
 PARTS = ("parity", "quantiser", "resume", "offload")
 KINDS = ("qwen3", "llama", "moe")
 Finding = dict[str, Any]
+VARIANTS = {
+    "as it is": (),
+    "recomputed": ("trainer.recompute=full",),
+    "fp8 moments": ("trainer.optimizer.state=fp8",),
+    "tensorwise": ("recipe.training_linears.scaling=tensor", "recipe.rollout_linears.scaling=tensor"),
+    "delayed": ("recipe.training_linears.scaling=tensor_delayed", "recipe.rollout_linears.scaling=tensor"),
+}
+"""What `resume` repeats, as overrides."""
+
 _TWO = ("algorithm.prompts_per_step=1", "algorithm.group_size=2", "trainer.optimizer.learning_rate=1e-2")
 
 
@@ -166,35 +176,43 @@ def _steps(trainer: TrainerEngine, first: int, last: int) -> None:
         trainer.calibrate(batch.rows())
 
 
-def steps(work: Path, first: int, last: int) -> None:
+def steps(work: Path, variant: str, first: int, last: int) -> None:
     """One process of `resume`: steps `first` to `last`, from what is saved unless from 0; killed when it has saved."""
     recipe = "fp8_e2e_kv" if torch.cuda.is_available() else "fp8_rollout_kv"
     overrides = ("trainer.deterministic=true", "trainer.tokens_per_micro_batch=1024", "algorithm.prompts_per_step=4")
-    _, trainer = build(work / "qwen3", recipe, *overrides, "algorithm.group_size=4")
+    _, trainer = build(work / "qwen3", recipe, *overrides, "algorithm.group_size=4", *VARIANTS[variant])
+    saved = work / f"saved-{variant}"
     if first:
-        trainer.load(work / "saved")
+        trainer.load(saved)
     _steps(trainer, first, last)
     if last < 4:
-        (work / "saved").mkdir()
-        trainer.save(work / "saved")
+        saved.mkdir()
+        trainer.save(saved)
         os.kill(os.getpid(), signal.SIGKILL)
     report = trainer.report()
     state = {"fingerprints": report.fingerprints, "scales": {str(k): v for k, v in report.scales.items()}}
-    write(work / f"end{first}.json", state | {"version": report.version})
+    write(work / f"end-{variant}-{first}.json", state | {"version": report.version})
 
 
 def resume(work: Path) -> list[Finding]:
-    """Two steps, saved, SIGKILL, loaded, two more: bitwise four steps in one process."""
+    """Two steps, saved, SIGKILL, loaded, two more: bitwise four steps in one process. All variants at once."""
     save_random(small("qwen3"), work / "qwen3")
-    codes = [_python("steps", str(work), str(a), str(b)) for a, b in ((0, 4), (0, 2), (2, 4))]
-    ends = [json.loads((work / name).read_text()) for name in ("end0.json", "end2.json")]
-    done = codes == [0, -signal.SIGKILL, 0]
-    moved = ends[0]["fingerprints"] != _start_prints(work)
+    start = _start_prints(work)
+    variants = tuple(VARIANTS) if torch.cuda.is_available() else ("as it is", "fp8 moments", "recomputed")
+    with ThreadPoolExecutor(len(variants)) as pool:
+        return list(pool.map(lambda variant: _resumed(work, variant, start), variants))
+
+
+def _resumed(work: Path, variant: str, start: dict[str, int]) -> Finding:
+    codes = [_python("steps", str(work), variant, str(a), str(b)) for a, b in ((0, 4), (0, 2), (2, 4))]
+    text = f"{variant}: killed and continued is bitwise the uninterrupted run"
+    if codes != [0, -signal.SIGKILL, 0]:
+        return finding(text, False, exit_codes=codes)
+    ends = [json.loads((work / f"end-{variant}-{first}.json").read_text()) for first in (0, 2)]
     prints = [end["fingerprints"] for end in ends]
     figures = {"exit_codes": codes, "weights": len(prints[0]), "scales_equal": ends[0]["scales"] == ends[1]["scales"]}
     figures["weights_that_differ"] = sum(prints[0][name] != prints[1][name] for name in prints[0])
-    holds = done and ends[0] == ends[1] and moved
-    return [finding("killed and continued is bitwise the uninterrupted run", holds, **figures)]
+    return finding(text, ends[0] == ends[1] and prints[0] != start, **figures)
 
 
 def _start_prints(work: Path) -> dict[str, int]:
@@ -252,7 +270,7 @@ def _part(name: str, work: Path, out: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["steps"]:
-        steps(Path(arguments[1]), int(arguments[2]), int(arguments[3]))
+        steps(Path(arguments[1]), arguments[2], int(arguments[3]), int(arguments[4]))
         return 0
     if arguments[:1] == ["part"]:
         _part(arguments[1], Path(arguments[2]), Path(arguments[3]))
