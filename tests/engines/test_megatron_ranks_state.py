@@ -40,6 +40,9 @@ from tests.engines.megatron_state import (
 if find_spec("megatron") is None:
     pytest.skip("Megatron Core is not installed (extra engines-cpu)", allow_module_level=True)
 
+# The first test runs all processes.
+pytestmark = pytest.mark.timeout(900)
+
 START = "start"
 ROUNDS: Mapping[str, tuple[dict[str, int], dict[str, tuple[str, str]]]] = {
     # Layout; of each task the model, and the round whose checkpoint of it is loaded.
@@ -212,7 +215,6 @@ def _assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
         assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (found[name], tensor))), name
 
 
-@pytest.mark.timeout(600)
 def test_reports_name_every_tensor_of_the_model_on_every_rank(bench: Bench) -> None:
     for _, task, model, ranks in bench.results():
         expected = fingerprints(bench.saved[model, _storage(task)].weights)
