@@ -56,7 +56,7 @@ _ITEMS: Final = (
 class StateHolder(Protocol):
     """A rank's optimiser.
 
-    `weights()` and `state_tensors()` give what this rank owns, by Megatron's names of its parameters (state as
+    `weights()` and `live_state()` give what this rank owns, by Megatron's names of its parameters (state as
     `<parameter>.<kind>`, all of a parameter or nothing); every parameter has one owner at least among the ranks that
     hold a copy of the same shard, and all owners have equal bits. `load` takes what `weights()` has, and brings the
     compute copies of all parameters up to date on all ranks. `updates` is the same on all ranks.
@@ -66,7 +66,7 @@ class StateHolder(Protocol):
 
     def weights(self) -> dict[str, Tensor]: ...
 
-    def state_tensors(self) -> dict[str, Tensor]: ...
+    def live_state(self) -> dict[str, Tensor]: ...
 
     def load(self, weights: dict[str, Tensor], state: dict[str, Tensor], updates: int) -> None: ...
 
@@ -212,7 +212,7 @@ def save_tensors(shape: ModelShape, world: World, holder: StateHolder, directory
         f"{directory}: no such folder on rank {world.rank}; allowed: a folder on each rank, or one for all"
     )
     world.agree(None if directory.is_dir() else missing, f"saving to {directory}")
-    owned = owned_by(holder.weights(), holder.state_tensors())
+    owned = owned_by(holder.weights(), holder.live_state())
     shipment = plan_shipment(shape, world, owned)
     tensors = shipped(shape, world, owned, shipment)
     failure: OSError | None = None

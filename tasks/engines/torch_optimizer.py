@@ -144,16 +144,22 @@ class PolicyOptimizer:
     def tensors(self) -> Iterator[Tensor]:
         """All masters and moments, live."""
         yield from self._weights.values()
-        for kinds in self._rule.state().values():
-            yield from kinds.values()
+        yield from self.live_state().values()
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Copies of moments, step counters and Kahan compensation by `<name>.<kind>`; empty before the first update."""
+    def live_state(self) -> dict[str, Tensor]:
+        """Moments, step counters and Kahan compensation by `<name>.<kind>`, not copies; empty before the first update.
+
+        An update may replace or change them.
+        """
         return {
-            f"{name}.{kind}": tensor.detach().clone().contiguous()
+            f"{name}.{kind}": tensor.detach()
             for name, tensors in self._rule.state().items()
             for kind, tensor in tensors.items()
         }
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Copies of `live_state`."""
+        return {name: tensor.clone().contiguous() for name, tensor in self.live_state().items()}
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], state: dict[str, Tensor], updates: int) -> None:

@@ -44,8 +44,8 @@ class HalfOwner:
     def weights(self) -> dict[str, Tensor]:
         return {name: t for name, t in self._whole.weights().items() if self._owner(name) == self._rank}
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        state = self._whole.state_tensors()
+    def live_state(self) -> dict[str, Tensor]:
+        state = self._whole.live_state()
         return {name: t for name, t in state.items() if self._owner(name.rpartition(".")[0]) == self._rank}
 
     def load(self, weights: dict[str, Tensor], state: dict[str, Tensor], updates: int) -> None:
