@@ -36,7 +36,8 @@ SIZES = {
 }
 LAYOUTS = tuple(SIZES)[1:]
 LENGTHS = [64, 300, 128, 512, 77, 400, 33, 256]
-NOISE = {"bf16": 0.02, "fp8_e2e_kv": 0.06}
+# FP8 first: its block scales are decided when Transformer Engine is loaded.
+NOISE = {"fp8_e2e_kv": 0.06, "bf16": 0.02}
 """Largest mean |difference| of a log-probability from that of one rank, whose products are summed in another order."""
 
 
