@@ -29,7 +29,7 @@ from tasks.numerics.packing import pack
 from tests.gpu.megatron_bench import build, layers_of_8b, random_batch, save_random, spread, write
 
 RECIPES = ("bf16", "fp8_e2e_kv")
-TOKENS, LAYERS, ROUNDS, WARM_UP, REPEATS = 16384, 8, 2, 3, 8
+TOKENS, LAYERS, ROUNDS, WARM_UP, REPEATS = 16384, 8, 2, 2, 6
 PACKS = {"16 x 1024": [1024] * 16, "2 x 8192": [8192] * 2}
 STEP_ROWS = [1024] * 128
 MEASURED = ((128, None), (32, None), (16, None), (8, None), (4, None), (16, 256), (8, 256), (4, 256))
