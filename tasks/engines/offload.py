@@ -36,10 +36,12 @@ class HostCopies:
         """Move what lies on a GPU; returns bytes. Tensors that share memory move once. `EngineError` when away."""
         if self._away:
             raise EngineError("these tensors are in host memory already")
+        seen: set[int] = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if tensor.device.type == "cpu" or not storage.nbytes() or self._holds(storage):
+            if tensor.device.type == "cpu" or not storage.nbytes() or storage.data_ptr() in seen:
                 continue
+            seen.add(storage.data_ptr())
             copy = self._buffer(storage.nbytes())
             copy.copy_(_bytes(storage, tensor.device), non_blocking=True)
             self._away.append(_Moved(storage, tensor.device, copy))
@@ -60,9 +62,6 @@ class HostCopies:
         for moved in self._away:
             self._free.setdefault(moved.copy.numel(), []).append(moved.copy)
         self._away = []
-
-    def _holds(self, storage: torch.UntypedStorage) -> bool:
-        return any(moved.storage.data_ptr() == storage.data_ptr() for moved in self._away)
 
     def _buffer(self, size: int) -> Tensor:
         if self._free.get(size):
