@@ -35,6 +35,10 @@ def export_run(
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError([f"destination = {destination}: not empty; allowed: an empty folder, or a path that is free"])
+    if destination.is_symlink() or destination.is_mount():
+        # It comes into being by a rename, which can replace neither.
+        what = "a link" if destination.is_symlink() else "a mount point"
+        raise ConfigError([f"destination = {destination}: {what}; allowed: a folder below it, or a path that is free"])
     manifest = find_checkpoint(store, run, step)
     source = model_dir or Path(manifest.meta["model_dir"])
     if not source.is_dir():

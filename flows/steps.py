@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conf.schema import KvPrecision, LinearPrecision, MegatronTrainer, Recipe, RunConfig, VllmRollout
+from conf.schema import KvPrecision, LinearPrecision, MegatronTrainer, Recipe, RunConfig
 from flows.identity import checkpoint_meta
 from flows.inputs import input_digests
 from flows.record import PHASES
@@ -11,12 +11,12 @@ from flows.session import Session
 from infra.provenance import peak_memory_gb
 from tasks.bootstrap import rebuild_rollout
 from tasks.calibrate import calibrate
-from tasks.calls import stopwatch, wait
 from tasks.checkpoint import checkpoint
 from tasks.data.tokens import TextCodec
 from tasks.engines.step_inputs import correction_of
 from tasks.evaluate import evaluate
 from tasks.numerics.correction import product_warning
+from tasks.rollout import put_to_sleep
 from tasks.score import score
 from tasks.sync import sync
 from tasks.train import train
@@ -51,11 +51,7 @@ class Stepper:
         s, config = self._s, self._s.config
         synced = self._sync()
         sampled = self._sampler.sample(step)
-        if isinstance(config.rollout, VllmRollout) and config.rollout.sleep_level:
-            # Until the next sync the device's memory is the trainer's.
-            with stopwatch() as slept:
-                wait("sleep", s.engines.rollout.sleep.remote(), config.cluster.sync_timeout_s)
-            sampled.metrics["time/sleep_s"] = slept.seconds
+        sampled.metrics.update(put_to_sleep(s.engines, config))
         scored = score(s.engines, sampled.batch, config.tracking.top_tokens)
         s.top_tokens.add(step, scored["offenders"], self._codec)
         trained = train(s.engines, sampled.batch, scored["logprobs"], sampled.advantages)
@@ -92,7 +88,11 @@ class Stepper:
         """Greedy accuracy at the weights after `step` steps, on freshly synced weights and scales."""
         s = self._s
         self._sync()
-        return evaluate(s.engines, s.dataset.eval, self._codec, s.grader, step, s.config.rollout.max_new_tokens, metric)
+        limit = s.config.rollout.max_new_tokens
+        values = evaluate(s.engines, s.dataset.eval, self._codec, s.grader, step, limit, metric)
+        # A checkpoint comes next, and the trainer takes all of its state back for that.
+        put_to_sleep(s.engines, s.config)
+        return values
 
     def evaluate_bf16(self, step: int) -> dict[str, float]:
         """`eval/accuracy_bf16`: the same weights on a BF16 rollout engine, which replaces the run's own."""

@@ -162,18 +162,16 @@ class TrainerActor:
         payload = self._engine.export_weights(recipe)
         exported = time.perf_counter()
         sent = send(payload, RolloutLink(rollout, timeout_s), buffer_mb * 2**20)
+        record = {"version": payload.version, "scales": payload.kv_scales, "fingerprints": payload.fingerprints}
+        # Offloading gives back what nobody holds, and this is a whole model in the device's memory.
+        del payload
         self._engine.offload()
         metrics = {
             "time/sync_export_s": exported - start,
             "time/sync_transfer_s": time.perf_counter() - exported,
             "sync/gb": sent.bytes / 1e9,
         }
-        return {
-            "version": payload.version,
-            "scales": payload.kv_scales,
-            "fingerprints": payload.fingerprints,
-            "metrics": metrics,
-        }
+        return record | {"metrics": metrics}
 
     def report(self) -> EngineReport:
         return self._engine.report()

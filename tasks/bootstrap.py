@@ -18,7 +18,7 @@ from tasks.data.examples import Dataset, Example
 from tasks.data.tokens import TextCodec
 from tasks.engines.protocols import GenerateRequest, TokenRows
 from tasks.engines.warm_start import Demonstration, WarmStartSpec
-from tasks.rollout import generate, sampling_prompts
+from tasks.rollout import generate, put_to_sleep, sampling_prompts
 from tasks.sync import sync
 
 _BOOTSTRAP_STEP = 0
@@ -129,6 +129,7 @@ def bootstrap(
                 0, prompts, config.rollout.max_new_tokens, config.rollout.temperature, codec.eos_token_ids
             )
             _, batch = generate("bootstrap (generate)", engines, request)
+            put_to_sleep(engines, config)
             wait(
                 "bootstrap (calibrate)",
                 engines.trainer.calibrate_on_batch.remote(batch, policy.max_sequences),

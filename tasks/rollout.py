@@ -9,6 +9,7 @@ from typing import Any
 from prefect import task
 from ray import ObjectRef
 
+from conf.schema import RunConfig, VllmRollout
 from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
 from tasks.data.examples import Example
 from tasks.data.tokens import TextCodec
@@ -24,6 +25,18 @@ def sampling_prompts(
         Prompt(e.id, codec.encode(e.prompt), tuple(sample_seed(run_seed, step, e.id, i) for i in range(group)))
         for e in examples
     )
+
+
+def put_to_sleep(engines: Engines, config: RunConfig) -> dict[str, float]:
+    """Where `rollout.sleep_level` says so, the device's memory is the trainer's from here on until the next sync.
+
+    Nothing can be asked of the rollout engine in between. Returns `time/sleep_s`, or nothing without such a level.
+    """
+    if not isinstance(config.rollout, VllmRollout) or not config.rollout.sleep_level:
+        return {}
+    with stopwatch() as slept:
+        wait("sleep", engines.rollout.sleep.remote(), config.cluster.sync_timeout_s)
+    return {"time/sleep_s": slept.seconds}
 
 
 def generate(

@@ -88,6 +88,7 @@ def megatron_problems(trainer: MegatronTrainer, linears: LinearPrecision, algori
         *_device_problems(trainer, linears),
         *_schedule_problems(trainer),
         *_precision_problems(linears),
+        *_delayed_problems(trainer, linears, algorithm),
         *_batch_problems(trainer, linears),
     )
 
@@ -214,6 +215,21 @@ def _precision_problems(linears: LinearPrecision) -> Iterator[Problem]:
         wrong = "trainer=megatron keeps whole layers only"
         allowed = "[], with keep_first_layers and keep_last_layers"
         yield Problem(f"{side}.exclude", list(linears.exclude), wrong, allowed)
+
+
+def _delayed_problems(trainer: MegatronTrainer, linears: LinearPrecision, algorithm: Algorithm) -> Iterator[Problem]:
+    """What scales that live on from pass to pass do not go with."""
+    if not linears.quantized or linears.scaling != "tensor_delayed":
+        return
+    if trainer.recompute == "full":
+        # Transformer Engine notes the scales of every pass for its backward pass. A score has none, and a backward pass
+        # would compute its layers again with those of the score.
+        wrong = "under scaling tensor_delayed layers would be computed again with the scales of an earlier pass"
+        yield Problem("trainer.recompute", trainer.recompute, wrong, "selective")
+    if algorithm.kl_coef > 0:
+        # Transformer Engine moves all scales of the process together, and a checkpoint has those of the policy alone.
+        wrong = "under scaling tensor_delayed the reference policy's scales move with each update of the policy"
+        yield Problem("algorithm.kl_coef", algorithm.kl_coef, wrong, "0, or another recipe.training_linears.scaling")
 
 
 def _batch_problems(trainer: MegatronTrainer, linears: LinearPrecision) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ all ranks of a pipeline stage, so that a rank takes its layers' from whichever r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,17 +48,30 @@ def load_history(model: MegatronModel, directory: Path) -> None:
                     found[name] = tensors.get_tensor(name)
     if not found:
         return
+    histories = {name: _history(directory, name, module, found) for name, module in wanted.items()}
     from megatron.core.fp8_utils import get_fp8_recipe
 
     for name, module in wanted.items():
-        parts = {(side, kind): found.get(f"{name}.{side}.{kind}") for side in _SIDES for kind in _KINDS}
-        scale = parts["fwd", "scale"]
-        if scale is None or any(value is None for value in parts.values()):
-            raise EngineError(f"{directory}: no history of amax for {name}")
-        module.fp8_meta["num_gemms"] = scale.numel() // _FORWARD_TENSORS
+        parts = histories[name]
+        module.fp8_meta["num_gemms"] = parts["fwd", "scale"].numel() // _FORWARD_TENSORS
         module.init_fp8_meta_tensors(get_fp8_recipe(model.module.config))
         for (side, kind), value in parts.items():
             getattr(module.fp8_meta[f"scaling_{side}"], kind).copy_(value)
+
+
+def _history(directory: Path, name: str, module: Any, found: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+    """A module's part of what was found; `EngineError` where it is missing, or of another number of products."""
+    parts = {(s, k): found[f"{name}.{s}.{k}"] for s in _SIDES for k in _KINDS if f"{name}.{s}.{k}" in found}
+    if len(parts) < len(_SIDES) * len(_KINDS):
+        raise EngineError(f"{directory}: no history of amax for {name}")
+    # A product for each expert that a rank has; all others are one.
+    products, wanted = parts["fwd", "scale"].numel() // _FORWARD_TENSORS, getattr(module, "num_gemms", 1)
+    if products != wanted:
+        raise EngineError(
+            f"{directory}: the history of amax for {name} is of {products} products, and a rank has {wanted} here; "
+            "allowed under scaling tensor_delayed: the trainer.expert_parallel_size that was saved"
+        )
+    return parts
 
 
 def _modules(model: MegatronModel) -> Iterator[tuple[str, Any]]:

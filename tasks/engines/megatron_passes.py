@@ -157,12 +157,17 @@ def _places(rows: PackedRows) -> Tensor | None:
 
 
 def _sequences(packed: PackedRows) -> PackedSeqParams:
-    """As Transformer Engine's attention wants them, of all context ranks together."""
+    """As Transformer Engine's attention wants them, of all context ranks together.
+
+    Padding counts as the end of the row before it, which never looks at it. Tokens in no sequence would be what their
+    memory held wherever attention's kernel writes no zeros, and go into the next product and its weight's gradient. One
+    tensor for all bounds says besides that nothing lies between sequences, which every kernel takes.
+    """
     longest = int(packed.cu_seqlens_padded.diff().max())
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=packed.cu_seqlens,
-        cu_seqlens_kv=packed.cu_seqlens,
+        cu_seqlens_q=packed.cu_seqlens_padded,
+        cu_seqlens_kv=packed.cu_seqlens_padded,
         cu_seqlens_q_padded=packed.cu_seqlens_padded,
         cu_seqlens_kv_padded=packed.cu_seqlens_padded,
         max_seqlen_q=longest,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -58,14 +57,6 @@ class Ranks:
     def totals(self, sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
         """See `tasks.engines.train_step.StepParts`."""
         return self.add(sums), self.highest(maxima)
-
-    def merged(self, own: Mapping[str, int]) -> dict[str, int]:
-        """Entries of all ranks by name; where several have one, that of the lowest rank."""
-        if self.alone:
-            return dict(own)
-        held: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(held, dict(own))
-        return {name: value for part in reversed(held) for name, value in part.items()}
 
 
 def this_rank(layout: Layout, device: torch.device) -> Ranks:

@@ -26,8 +26,9 @@ class Sharing:
 
     `copies`: ranks with the same values that see other tokens, of which one may own the parameter; their gradients add
     up. `partial`: ranks with the same values whose gradients are of different heads or tokens of one micro-batch; they
-    add up before. `tied`: ranks that use a copy at another place of the model, owned by the first of its `copies` on
-    each; gradients add up afterwards. `counted`: whether this rank's part belongs to the norm, or is counted elsewhere.
+    add up afterwards, and get the same bits in whatever order each added up before. `tied`: ranks that use a copy at
+    another place of the model, owned by the first of its `copies` on each; gradients add up last. `counted`: whether
+    this rank's part belongs to the norm, or is counted elsewhere.
     """
 
     copies: dist.ProcessGroup | None = None
@@ -137,8 +138,6 @@ class RankExchange:
         for name, parameter in self._parameters.items():
             if name not in gradients:
                 gradients[name] = torch.zeros_like(parameter, dtype=torch.float32)
-        for group, names in self._groups(lambda sharing: sharing.partial):
-            self._add_up(gradients, names, group)
         for group, names in self._groups(lambda sharing: sharing.copies):
             if not self._split:
                 self._add_up(gradients, names, group)
@@ -148,8 +147,9 @@ class RankExchange:
                 if owner != group.rank():
                     for name in share:
                         del gradients[name]
-        for group, names in self._groups(lambda sharing: sharing.tied):
-            self._add_up(gradients, [name for name in names if name in gradients], group)
+        for of in (lambda sharing: sharing.partial, lambda sharing: sharing.tied):
+            for group, names in self._groups(of):
+                self._add_up(gradients, [name for name in names if name in gradients], group)
         return {name: gradients[name] for name in self._parameters if name in gradients}
 
     def _add_up(

@@ -142,8 +142,8 @@ class PolicyOptimizer:
         return UpdateOutcome(norm, False, rate, clipped)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All masters and moments, live."""
-        yield from self._weights.values()
+        """All masters and moments, live; not the parameters that the model itself computes with."""
+        yield from (weight for name, weight in self._weights.items() if weight is not self._compute[name])
         yield from self.live_state().values()
 
     def live_state(self) -> dict[str, Tensor]:

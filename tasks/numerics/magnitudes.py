@@ -33,7 +33,8 @@ def histogram_percentile(histogram: Tensor, share: float) -> Tensor:
 
     `histogram` fp64 `[MAGNITUDE_BINS]` of whole counts (exact below 2^53); 0 when it is empty.
     """
-    cumulative = histogram.cumsum(0)
+    # Whole numbers: no GPU kernel repeats a sum of floating-point ones, and a deterministic run refuses it.
+    cumulative = histogram.to(torch.int64).cumsum(0).to(torch.float64)
     # As in `nearest_rank`: 0.999 * 1000 may come out a hair above 999, and the rank must still be 999.
     rank = torch.ceil(torch.round(cumulative[-1] * share, decimals=6)).clamp(min=1)
     index = torch.searchsorted(cumulative, rank.unsqueeze(0)).clamp(max=MAGNITUDE_BINS - 1)[0]

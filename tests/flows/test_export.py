@@ -123,21 +123,31 @@ def test_files_of_several_ranks_become_shards_with_an_index(tmp_path: Path, name
         (["run", "{out}", "--step=7"], "step = 7: run run has no complete checkpoint of it at .*; allowed: 0, 1"),
         (["run", "{full}"], "destination = .*full: not empty; allowed: an empty folder, or a path that is free"),
         (["run", "{file}"], "destination = .*file: not empty"),
+        (["run", "{link}"], "destination = .*link: a link; allowed: a folder below it, or a path that is free"),
+        (["run", "{disk}"], "destination = .*disk: a mount point; allowed: a folder below it"),
         (["run", "{out}", "--model={nowhere}"], "model folder = .*nowhere: not on this machine; allowed: --model"),
         (["run", "{out}", "--model={changed}"], "model folder = .*changed: config.json has changed since the run"),
         (["run", "{out}", "storage.kind=x"], "storage"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_by_name(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
 ) -> None:
-    (tmp_path / "full").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
+    for name in ("full", "disk"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
     (tmp_path / "full" / "notes").write_text("mine")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "changed").mkdir()
     (tmp_path / "changed" / "config.json").write_text("{}")
     before = sorted(tmp_path.rglob("*"))
-    places = {name: tmp_path / name for name in ("out", "full", "file", "nowhere", "changed")}
+    places = {name: tmp_path / name for name in ("out", "full", "file", "link", "disk", "nowhere", "changed")}
     assert _export(place, *(argument.format(**places) for argument in arguments)) == CONFIG_ERROR
     assert re.search(message, capsys.readouterr().err)
     assert sorted(tmp_path.rglob("*")) == before

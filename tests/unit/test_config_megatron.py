@@ -219,6 +219,16 @@ def test_multiples_of_a_micro_batch(overrides: list[str], multiple: int, row: in
             "recipe.training_linears.keep_last_layers = 1: Megatron keeps no layer in BF16 under delayed scaling",
         ),
         (
+            [*FP8, "recipe.training_linears.scaling=tensor_delayed", "trainer.recompute=full"],
+            "trainer.recompute = full: under scaling tensor_delayed layers would be computed again with the scales of "
+            "an earlier pass; allowed: selective",
+        ),
+        (
+            [*FP8, "recipe.training_linears.scaling=tensor_delayed", "algorithm.kl_coef=0.01"],
+            "algorithm.kl_coef = 0.01: under scaling tensor_delayed the reference policy's scales move with each "
+            "update of the policy; allowed: 0, or another recipe.training_linears.scaling",
+        ),
+        (
             [*FP8, "recipe.training_linears.exclude=[model.layers.0.mlp.up_proj]"],
             'recipe.training_linears.exclude = ["model.layers.0.mlp.up_proj"]: trainer=megatron keeps whole layers',
         ),

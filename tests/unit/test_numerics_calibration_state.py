@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasks.numerics.calibration import PARTS, CalibrationError, CalibrationObserver, Scales, scale_from_amax
 from tasks.numerics.magnitudes import MAGNITUDE_BINS, bin_values, histogram_percentile, magnitude_bins
@@ -236,6 +238,22 @@ def test_a_percentile_is_the_nearest_rank_rounded_up_to_bf16(values: list[float]
     exact = sorted(values)[rank - 1]
     got = float(histogram_percentile(histogram, percentile / 100))
     assert exact <= got <= max(exact * (1 + 2**-7), exact + 2.0**-133)
+
+
+class _Deterministic(TorchDispatchMode):
+    """Refuses what torch.use_deterministic_algorithms refuses on a GPU among running sums."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.cumsum.default and args[0].is_floating_point():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_percentile_comes_out_of_a_deterministic_run() -> None:
+    histogram = torch.zeros(MAGNITUDE_BINS, dtype=torch.float64)
+    histogram[int(magnitude_bins(torch.tensor([1.5]))[0])] = 3
+    with _Deterministic():
+        assert float(histogram_percentile(histogram, 0.99)) == 1.5
 
 
 def test_an_empty_histogram_gives_0() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import Parameter
 
-from tasks.engines.rank_exchange import apply_in_buckets, balanced_owners, in_buckets
+from tasks.engines.rank_exchange import RankExchange, Sharing, apply_in_buckets, balanced_owners, in_buckets
 from tasks.engines.train_step import update_of
 
 
@@ -57,3 +64,58 @@ def test_all_ranks_leave_out_the_same_micro_batches() -> None:
     assert [rows.tolist() for rows in second.learned] == [[3], []]
     assert [rows.tolist() for rows in first.passes] == [[0], [1], [2]]
     assert update_of(ranks, torch.zeros(5, 4, dtype=torch.bool)).learned == ()
+
+
+class _Group:
+    """Ranks, as threads, that add up in an order of their own, as communicators on a GPU may."""
+
+    def __init__(self, ranks: list[int], order: list[int], current: threading.local) -> None:
+        self._ranks, self._order, self._current = ranks, order, current
+        self._given: dict[int, Tensor] = {}
+        self._barrier = threading.Barrier(len(ranks))
+
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def rank(self) -> int:
+        return self._ranks.index(self._current.rank)
+
+    def add(self, tensor: Tensor, target: int | None) -> None:
+        self._given[self.rank()] = tensor.clone()
+        self._barrier.wait(10)
+        total = torch.zeros_like(tensor)
+        for rank in self._order:
+            total += self._given[rank]
+        self._barrier.wait(10)
+        if target is None or target == self.rank():
+            tensor.copy_(total)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_copies_on_tensor_ranks_get_the_same_bits(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensor and three data ranks; the data ranks of one tensor rank add up from the front, of the other from the
+    back, which in fp32 gives another sum."""
+    current = threading.local()
+    data = [_Group([tensor, 2 + tensor, 4 + tensor], [[0, 1, 2], [2, 1, 0]][tensor], current) for tensor in range(2)]
+    tensor = [_Group([2 * copy, 2 * copy + 1], [0, 1], current) for copy in range(3)]
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(dist, "reduce", lambda t, target, group: group.add(t, target))
+    monkeypatch.setattr(dist, "all_reduce", lambda t, group: group.add(t, None))
+
+    def sums(rank: int) -> dict[str, Tensor]:
+        current.rank = rank
+        groups: Any = {"copies": data[rank % 2], "partial": tensor[rank // 2]}
+        parameters = {name: Parameter(torch.zeros(2)) for name in ("norm", "router")}
+        exchange = RankExchange(parameters, dict.fromkeys(parameters, Sharing(**groups)), split)
+        own = [1.0, 2.0**-24, 2.0**-24][rank // 2]
+        return exchange.sums({name: torch.full((2,), own) for name in parameters})
+
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(sums, range(6)))
+    for copy in range(3):
+        one, other = found[2 * copy], found[2 * copy + 1]
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    # 1 from the front and 1 + 2^-23 from the back, together 2 to the nearest.
+    assert all(gradient.tolist() == [2.0, 2.0] for part in found for gradient in part.values())
+    assert sorted(name for part in found[::2] for name in part) == sorted(["norm", "router"] * (1 if split else 3))

@@ -82,6 +82,18 @@ def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     )
 
 
+@pytest.mark.parametrize(("weights", "state"), CHOICES)
+def test_what_is_put_away_with_the_masters_is_none_of_the_model(weights: str, state: str) -> None:
+    compute, optimizer = _build(_settings(weights, state))
+    _backward(compute, _gradients(0))
+    optimizer.step()
+    model = {parameter.untyped_storage().data_ptr() for parameter in compute.values()}
+    held = list(optimizer.tensors())
+    assert not model & {tensor.untyped_storage().data_ptr() for tensor in held}
+    masters = len(SHAPES) if weights == "fp32_master" else 0
+    assert len(held) == masters + len(optimizer.live_state())
+
+
 def test_the_default_is_torchs_adamw_on_fp32_masters_bit_for_bit() -> None:
     settings = _settings(weight_decay=0.1, warmup_steps=3, max_grad_norm=1.0)
     start = _start()

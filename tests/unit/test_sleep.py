@@ -1,0 +1,71 @@
+"""When the rollout engine gives the device's memory back, where the trainer shares it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from conf.compose import compose
+from conf.schema import RunConfig
+from flows import steps
+from flows.steps import Stepper
+from tasks import bootstrap as beginning
+from tasks import rollout
+from tasks.engines.protocols import TokenRows
+
+Course = list[str]
+SHARED = ("rollout=vllm", "rollout.sleep_level=2", "recipe=fp8_rollout_kv")
+
+
+class _Actor:
+    """As Ray's handle: notes the method that is asked for, which answers at once."""
+
+    def __init__(self, course: Course) -> None:
+        self._course = course
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *_: self._course.append(method))
+
+
+def _engines(course: Course, monkeypatch: pytest.MonkeyPatch) -> Any:
+    for module in (rollout, beginning):
+        monkeypatch.setattr(module, "wait", lambda *_: None)
+    return SimpleNamespace(rollout=_Actor(course), trainer=_Actor(course))
+
+
+def _evaluated(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Course:
+    course: Course = []
+    engines = _engines(course, monkeypatch)
+    monkeypatch.setattr(steps, "sync", lambda *_: course.append("sync") or {})
+    monkeypatch.setattr(steps, "evaluate", lambda *_: course.append("evaluate") or {"eval/accuracy": 0.5})
+    for part in ("Sampler", "input_digests"):
+        monkeypatch.setattr(steps, part, lambda *_, **__: None)
+    session: Any = SimpleNamespace(config=config, engines=engines, dataset=SimpleNamespace(eval=()), grader=None)
+    stepper = Stepper(session, None, "", (), 0)  # type: ignore[arg-type]
+    assert stepper.evaluate(3) == {"eval/accuracy": 0.5}
+    return course
+
+
+def test_after_an_evaluation_the_device_is_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _evaluated(compose(SHARED), monkeypatch) == ["sync", "evaluate", "sleep"]
+
+
+@pytest.mark.parametrize("overrides", [("rollout=vllm",), ()])
+def test_without_a_sleep_level_nothing_is_asked(overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _evaluated(compose(overrides), monkeypatch) == ["sync", "evaluate"]
+
+
+def test_the_first_scales_are_measured_while_the_rollout_engine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    course: Course = []
+    engines = _engines(course, monkeypatch)
+    rows = TokenRows(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
+    monkeypatch.setattr(beginning, "sync", SimpleNamespace(fn=lambda *_: course.append("sync")))
+    monkeypatch.setattr(beginning, "generate", lambda *_: course.append("generate") or ({}, None))
+    monkeypatch.setattr(beginning, "prompt_rows", lambda *_: rows)
+    monkeypatch.setattr(beginning, "sampling_prompts", lambda *_: ())
+    dataset: Any = SimpleNamespace(train=(None,), batch=lambda *_: ())
+    beginning.bootstrap.fn(engines, compose(SHARED), dataset, SimpleNamespace(eos_token_ids=()), ())  # type: ignore[arg-type]
+    assert course == ["calibrate", "sync", "generate", "sleep", "calibrate_on_batch", "sync"]
