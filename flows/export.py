@@ -10,7 +10,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from conf.problems import ConfigError
-from infra.durable import sync_folder
+from infra.durable import sync_folder, sync_tree
 from infra.store import CheckpointStore, Manifest
 from tasks.engines.hf_folder import SHARD_BYTES, WrittenFolder, companions, write_folder
 from tasks.engines.tensor_files import rank_files
@@ -53,6 +53,7 @@ def export_run(
         files = tuple(entry for entry in manifest.files if entry.path.startswith(WEIGHTS))
         store.fetch(manifest.model_copy(update={"files": files}), fetched)
         written = write_folder(rank_files(fetched, WEIGHTS), source, folder, shard_bytes)
+        sync_tree(folder)
         os.replace(folder, destination)
         sync_folder(destination.parent)
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ def write_folder(
     """Write the model of `weights` (files of a checkpoint, by Hugging Face names) to `destination`, a new folder.
 
     Weights are rounded to BF16, as the trainer computes with them, one at a time. `EngineError` names a tensor that the
-    model of `model_dir` does not have, or has in another shape. On return everything is on disk.
+    model of `model_dir` does not have, or has in another shape.
     """
     others = companions(model_dir)
     with TensorFiles(weights) as tensors:
@@ -72,8 +71,6 @@ def write_folder(
         places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": size}, "weight_map": places}
         (destination / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    for path in (*sorted(destination.iterdir()), destination):
-        _sync(path)
     return WrittenFolder(len(forms), size, names)
 
 
@@ -106,11 +103,3 @@ def _file_names(count: int) -> tuple[str, ...]:
     if count == 1:
         return ("model.safetensors",)
     return tuple(f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

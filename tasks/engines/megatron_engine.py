@@ -31,11 +31,10 @@ from tasks.engines.offload import HostCopies
 from tasks.engines.plan import folder_shape
 from tasks.engines.precision_plan import plan_linears
 from tasks.engines.protocols import EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
-from tasks.engines.step_inputs import prepare_step, score_metrics
+from tasks.engines.step_inputs import calibration_observer, prepare_step, score_metrics
 from tasks.engines.torch_optimizer import build_optimizer
 from tasks.engines.train_step import StepParts, mean_entropy, run_updates, update_of
 from tasks.engines.trainer_state import TrainerState, read_state, write_state
-from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.fingerprint import combine
 from tasks.numerics.kv_scales import Scales
 from tasks.numerics.lr_schedule import LearningRate
@@ -184,15 +183,9 @@ class MegatronTrainerEngine:
         self._fetch(masters=False)
         policy = self._spec.recipe.calibration
         limit, width = policy.max_tokens_per_sequence, rows.tokens.shape[1]
-        observer = CalibrationObserver(
-            self._policy.layers,
-            policy.margin,
-            policy.percentile,
-            self._scales,
-            self._scale_heads,
-            subsampled=limit is not None,
-            replicas=same_tokens(self._policy.model, self._scale_heads),
-        )
+        heads = self._scale_heads
+        replicas = same_tokens(self._policy.model, heads)
+        observer = calibration_observer(policy, self._policy.layers, self._scales, heads, replicas)
         # Drawn once for all rows: neither micro-batches nor ranks decide which tokens are measured.
         observe_rows(self._policy, observer, rows, sample_tokens(rows.lengths, width, limit, seed=self._version))
         reduce_over(self._world, observer)

@@ -7,7 +7,7 @@ On a GPU with Transformer Engine's layers, on a CPU with Megatron's own in plain
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +33,7 @@ from tasks.engines.megatron_config import (
     plan_model,
     precision_arguments,
 )
-from tasks.engines.megatron_names import Entry, Form, Part, check_names, entry_shape, split, stage_entries
+from tasks.engines.megatron_names import Entry, Form, Part, check_names, entry_shape, stage_entries
 from tasks.engines.megatron_private import HiddenStatesModel, check_version, fp8_fault, fp32_block_scales, layer_spec
 from tasks.engines.megatron_world import World, join_world
 from tasks.engines.protocols import EngineError
@@ -158,6 +158,18 @@ def _expert_arguments(plan: ModelPlan, on_gpu: bool) -> dict[str, Any]:
     }
 
 
+def _layout_arguments(layout: Layout, on_gpu: bool) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "sequence_parallel": on_gpu and layout.tensor > 1,
+        # Micro-batches of a packed step differ in length; what sends tokens to experts must bear it, experts or not.
+        "variable_seq_lengths": layout.pipeline > 1,
+    }
+
+
 def transformer_config(
     plan: ModelPlan,
     layout: Layout,
@@ -196,16 +208,10 @@ def transformer_config(
         apply_rope_fusion=on_gpu,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        sequence_parallel=on_gpu and layout.tensor > 1,
-        # Micro-batches of a packed step differ in length; what sends tokens to experts must bear it, experts or not.
-        variable_seq_lengths=layout.pipeline > 1,
         # The schedule leaves losses as they are: their coefficients are those of the whole batch.
         calculate_per_token_loss=True,
         moe_token_dispatcher_type="alltoall",
+        **_layout_arguments(layout, on_gpu),
         **_expert_arguments(plan, on_gpu),
         **precision.arguments,
         **execution,
@@ -273,30 +279,6 @@ def build_model(
     held = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     check_names(held, {e.name: entry_shape(plan.shape, e, part.tensor_size) for e in entries}, "Megatron's model")
     return MegatronModel(module, plan, part, entries)
-
-
-@torch.no_grad()
-def hf_tensors(model: MegatronModel) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face tensors of this rank's layers and experts, in the order of the model; dtype of the weights.
-
-    Gathered over tensor-parallel ranks, which must all iterate; each gives the same. A tensor that is not fused or
-    gathered is the live weight, not a copy. Tied embeddings come once, from the first stage.
-    """
-    parameters = dict(model.module.named_parameters())
-    shape, part = model.plan.shape, model.part
-    for entry in model.entries:
-        if shape.tied and entry.name == "output_layer.weight":
-            continue
-        weight = parameters[entry.name].detach()
-        shards = [weight] if entry.layout == "whole" or part.tensor_size == 1 else _gathered(weight)
-        yield from split(shape, entry, shards).items()
-
-
-def _gathered(weight: Tensor) -> list[Tensor]:
-    group = parallel_state.get_tensor_model_parallel_group()
-    shards = [torch.empty_like(weight) for _ in range(group.size())]
-    dist.all_gather(shards, weight.contiguous(), group=group)
-    return shards
 
 
 def world_of(model: MegatronModel, layout: Layout) -> World:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conf.schema import Algorithm
+from conf.schema import Algorithm, Calibration
 from conf.schema import Correction as CorrectionConfig
 from tasks.engines.protocols import RolloutBatch
+from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.correction import Correction, Weighting, correct, product_shrinkage
 from tasks.numerics.importance import importance_metrics
+from tasks.numerics.kv_scales import Scales
 from tasks.numerics.loss import LossInputs, ObjectiveSettings
 from tasks.numerics.mismatch import log_ratios, mismatch_metrics, sequence_mismatch_metrics
 from tasks.numerics.mismatch_detail import abs_diff_by_position, position_metrics
@@ -42,6 +44,21 @@ def objective_of(config: Algorithm) -> ObjectiveSettings:
         kl_estimator=config.kl_estimator,
         kl_gradient=config.kl_gradient,
         entropy_coef=config.entropy_coef,
+    )
+
+
+def calibration_observer(
+    policy: Calibration, layers: int, in_use: Scales, heads: int | None, replicas: int = 1
+) -> CalibrationObserver:
+    """An observer as the recipe's policy says; see there for `in_use`, `heads` and `replicas`."""
+    return CalibrationObserver(
+        layers,
+        policy.margin,
+        policy.percentile,
+        in_use,
+        heads,
+        subsampled=policy.max_tokens_per_sequence is not None,
+        replicas=replicas,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from conf.schema import Algorithm, Correction, Recipe, Rollout, TorchTrainer
 from tasks.engines.precision_plan import plan_linears
 from tasks.engines.protocols import EngineReport, RolloutBatch, Scores, SyncPayload, TokenRows
-from tasks.engines.step_inputs import prepare_step, score_metrics, update_batches
+from tasks.engines.step_inputs import calibration_observer, prepare_step, score_metrics, update_batches
 from tasks.engines.tensor_files import TensorFiles, rank_file, rank_files
 from tasks.engines.torch_attention import scale_heads
 from tasks.engines.torch_linears import (
@@ -35,7 +35,6 @@ from tasks.engines.trainer_state import (
     read_state,
     write_state,
 )
-from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.fingerprint import combine, fingerprints
 from tasks.numerics.kv_scales import Scales
 from tasks.numerics.token_sample import sample_tokens
@@ -116,14 +115,8 @@ class TorchTrainerEngine:
     def calibrate(self, rows: TokenRows) -> dict[str, float]:
         policy = self._spec.recipe.calibration
         limit, width = policy.max_tokens_per_sequence, rows.tokens.shape[1]
-        observer = CalibrationObserver(
-            self._policy.layers,
-            policy.margin,
-            policy.percentile,
-            self._scales,
-            scale_heads(self._policy.model, policy),
-            subsampled=limit is not None,
-        )
+        heads = scale_heads(self._policy.model, policy)
+        observer = calibration_observer(policy, self._policy.layers, self._scales, heads)
         # Drawn once for all rows: micro-batches must not decide which tokens are measured.
         sample = sample_tokens(rows.lengths, width, limit, seed=self._version)
         self._policy.attention.observer = observer

@@ -85,7 +85,7 @@ def build(config: RunConfig, folder: Path, dtype: str, rank: int) -> Any:
 
 def weights(engine: Any) -> dict[str, Tensor]:
     """Hugging Face tensors of the rank's layers and experts, and its copy of a tied embedding as `tied`."""
-    from tasks.engines.megatron_model import hf_tensors
+    from tests.engines.live_tensors import hf_tensors
 
     model = engine._policy.model
     found = {name: tensor.detach().clone() for name, tensor in hf_tensors(model)}

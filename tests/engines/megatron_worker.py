@@ -96,9 +96,10 @@ def head_gradients(model: Any, hidden: Tensor, rank: int) -> dict[str, Tensor]:
 
 
 def results(folder: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
-    from tasks.engines.megatron_model import build_model, hf_tensors
+    from tasks.engines.megatron_model import build_model
     from tasks.engines.megatron_names import split
     from tasks.engines.megatron_weights import load_weights
+    from tests.engines.live_tensors import hf_tensors
 
     tokens, recipe = token_rows(), compose(["recipe=bf16"]).recipe
     model = build_model(folder, recipe, layout, on_gpu=False, dtype=dtype)

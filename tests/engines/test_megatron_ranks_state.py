@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +34,7 @@ from tests.engines.megatron_state import (
     trainer_config,
     write_saved,
 )
+from tests.engines.rank_processes import run_ranks
 
 if find_spec("megatron") is None:
     pytest.skip("Megatron Core is not installed (extra engines-cpu)", allow_module_level=True)
@@ -158,10 +157,8 @@ class Bench:
             }
             for task, (model, source) in tasks.items()
         ]
-        rendezvous = f"file://{out / 'rendezvous'}" if ranks > 1 else None
-        job = {"layout": dict(sizes), "rendezvous": rendezvous, "out": str(out), "tasks": listed}
-        (out / "job.json").write_text(json.dumps(job))
-        _start(out, ranks)
+        job = {"layout": dict(sizes), "tasks": listed}
+        run_ranks("tests.engines.megatron_state_worker", job, out, ranks)
         for task in tasks:
             self.found[name, task] = [json.loads((out / f"{task}.{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -172,26 +169,6 @@ class Bench:
             for (name, task), found in self.found.items()
             if not rounds or name in rounds
         ]
-
-
-def _start(folder: Path, ranks: int) -> None:
-    """Run a job, a process for each rank; fails with what a failed rank wrote."""
-    command = [sys.executable, "-m", "tests.engines.megatron_state_worker", str(folder / "job.json")]
-    logs = [(folder / f"{rank}.log").open("w+") for rank in range(ranks)]
-    started = [
-        subprocess.Popen([*command, str(rank)], stdout=log, stderr=log, cwd=Path(__file__).parents[2])
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(240) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-        for log in logs:
-            log.close()
-    written = [(folder / f"{rank}.log").read_text() for rank in range(ranks)]
-    assert codes == [0] * ranks, "\n".join(text[-3000:] for code, text in zip(codes, written, strict=True) if code)
 
 
 @pytest.fixture(scope="module")
