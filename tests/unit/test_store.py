@@ -6,71 +6,14 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-import fsspec
 import pytest
 
-from infra.store import CheckpointStore, Manifest, StoreError
+from infra.store import CheckpointStore, StoreError
 from infra.store_files import StoreFiles
-
-RUN = "run-1"
-FILES = {"weights.bin": b"w" * 5000, "state/optimizer.bin": b"\0\1" * 700, "journal.jsonl": b""}
-META = {"step": 3, "config_digest": "ab", "scales": {"layer.0": [1.5, 2.0]}, "run_id": None, "done": False}
-
-
-class Place:
-    """A store and a direct way to its files, past the store's own code."""
-
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        self.url, self.options = url, dict(options)
-        self.store = CheckpointStore(url, options)
-        self.fs, self.root = fsspec.core.url_to_fs(url, **({"use_listings_cache": False, **options} if options else {}))
-
-    def write(self, name: str, data: bytes) -> None:
-        self.fs.makedirs(f"{self.root}/{name}".rpartition("/")[0], exist_ok=True)
-        self.fs.pipe_file(f"{self.root}/{name}", data)
-
-    def read(self, name: str) -> bytes:
-        return self.fs.cat_file(f"{self.root}/{name}")
-
-    def remove(self, name: str) -> None:
-        self.fs.rm_file(f"{self.root}/{name}")
-
-    def names(self) -> set[str]:
-        prefix = f"{self.root}/"
-        return {path.removeprefix(prefix) for path in self.fs.find(self.root) if path.startswith(prefix)}
-
-
-@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.s3)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    if request.param == "file":
-        return Place(str(tmp_path / "store"), {})
-    server = request.getfixturevalue("s3_server")
-    return Place(f"s3://{server.bucket}/store-{uuid4().hex}", server.storage_options)
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> dict[str, Path]:
-    return write_files(tmp_path / "source", FILES)
-
-
-def write_files(folder: Path, contents: Mapping[str, bytes]) -> dict[str, Path]:
-    for name, data in contents.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    return {name: folder / name for name in contents}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def attempt_path(manifest: Manifest, name: str) -> str:
-    return f"{manifest.run}/attempts/{manifest.attempt}/{name}"
+from tests.unit.store_support import FILES, META, RUN, Place, attempt_path, contents
 
 
 def test_publish_latest_fetch(place: Place, files: dict[str, Path], tmp_path: Path) -> None:
@@ -162,39 +105,6 @@ def test_a_short_upload_is_not_published(
     monkeypatch.setattr(StoreFiles, "put", short_put)
     with pytest.raises(StoreError, match=r"publishing step 2 .*weights\.bin has 4999 bytes, want 5000"):
         place.store.publish(RUN, 2, files, {})
-    assert place.store.latest(RUN) is None
-
-
-def test_processes_stage_their_files_and_one_commits(place: Place, files: dict[str, Path], tmp_path: Path) -> None:
-    """Each has a store of its own; until the commit there is no checkpoint, and what is never committed is pruned."""
-    others = [CheckpointStore(place.url, place.options) for _ in range(2)]
-    dead = place.store.begin(RUN, 1)
-    place.store.stage(RUN, dead, files)
-    attempt = place.store.begin(RUN, 2)
-    parts = [{"weights.bin": files["weights.bin"]}, {"state/optimizer.bin": files["state/optimizer.bin"]}]
-    entries = [entry for store, part in zip(others, parts, strict=True) for entry in store.stage(RUN, attempt, part)]
-    assert place.store.latest(RUN) is None and place.store.runs() == ()
-    own = place.store.stage(RUN, attempt, {"journal.jsonl": files["journal.jsonl"]})
-    manifest = place.store.commit(RUN, attempt, [*own, *entries], META)
-    assert (manifest.step, manifest.meta) == (2, META)
-    assert manifest.files == place.store.publish("other", 2, files, META).files
-    assert place.store.latest(RUN) == manifest
-    place.store.fetch(manifest, tmp_path / "back")
-    assert contents(tmp_path / "back") == FILES
-    place.store.prune(RUN, 1)
-    assert not any(dead in name for name in place.names())
-
-
-def test_a_commit_of_what_is_not_there_once_makes_no_checkpoint(place: Place, files: dict[str, Path]) -> None:
-    attempt = place.store.begin(RUN, 2)
-    entries = place.store.stage(RUN, attempt, files)
-    with pytest.raises(StoreError, match=r"publishing step 2 of run run-1 to .*: journal\.jsonl was staged twice"):
-        place.store.commit(RUN, attempt, [*entries, *entries], META)
-    place.remove(f"{RUN}/attempts/{attempt}/weights.bin")
-    with pytest.raises(StoreError, match=r"publishing step 2 .*weights\.bin is missing"):
-        place.store.commit(RUN, attempt, entries, META)
-    with pytest.raises(StoreError, match="files"):
-        place.store.commit(RUN, attempt, [], META)
     assert place.store.latest(RUN) is None
 
 
