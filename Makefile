@@ -6,13 +6,23 @@ BIN := $(VENV)/bin
 ENGINES_VENV ?= .venv-engines
 GPU_VERSIONS_VENV ?= .venv-gpu-versions
 ARGS ?=
+# Files of tests that run at once; most of them wait for processes of their own. The files with the longest tests begin.
+TEST_WORKERS ?= 2
+TESTS = $(BIN)/python -m pytest tests -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-slow lint types unit engines gpu-versions recipes setup clean
+.PHONY: deploy train test test-slow lint types unit engines gpu-versions recipes setup setup-engines clean
 
 setup: $(VENV)/.train
 
+setup-engines: $(ENGINES_VENV)/.test
+
 train: $(VENV)/.train
 	$(BIN)/fp8-grpo train $(ARGS)
+
+# The deployments of prefect.yaml on the Prefect server that PREFECT_API_URL or the active profile names.
+deploy: $(VENV)/.train
+	$(BIN)/prefect work-pool inspect fp8-grpo >/dev/null 2>&1 || $(BIN)/prefect work-pool create fp8-grpo --type process
+	$(BIN)/prefect --no-prompt deploy --all
 
 test: lint types unit engines
 
@@ -24,7 +34,7 @@ types: $(VENV)/.test
 	$(BIN)/mypy
 
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest tests -m "not slow and not gpu"
+	$(TESTS) -m "not slow and not gpu"
 
 # What needs vLLM or Megatron, in an environment of its own, so that the one of `make train` stays light: of vLLM the
 # recipes at both ends here, the three between them and Megatron with the slow tests. Megatron on CPU changes its process,
@@ -34,7 +44,7 @@ engines: $(ENGINES_VENV)/.test
 	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" -k "$(BOTH_ENDS)"
 
 test-slow: $(VENV)/.test $(ENGINES_VENV)/.test
-	$(BIN)/python -m pytest tests -m "slow and not gpu"
+	$(TESTS) -m "slow and not gpu"
 	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" \
 		-k "(vllm and not ($(BOTH_ENDS))) or test_megatron_model or test_megatron_ranks"
 	$(ENGINES_VENV)/bin/python -m pytest tests/contract -m "not slow and not gpu" -k megatron

@@ -18,7 +18,15 @@ from hydra.errors import HydraException
 from conf.problems import nearest_word, unknown_key
 from conf.schema.base import Problem
 
-FREE_MAPS: Final = ("data.parameters", "rollout.engine_args", "storage.options")
+FREE_MAPS: Final = (
+    "data.parameters",
+    "rollout.engine_args",
+    "storage.options",
+    "sweep.axes",
+    "sweep.prices.gpu_hour_usd",
+    "sweep.variants",
+    "tracking.tags",
+)
 _SCHEMA_FOLDER: Final = "schema"
 
 
@@ -39,6 +47,11 @@ def groups(folder: Path) -> dict[str, tuple[str, ...]]:
         if path.is_dir() and path.name != _SCHEMA_FOLDER
     }
     return {name: options for name, options in found.items() if options}
+
+
+def override_key(text: str) -> str:
+    """The key that an override sets or removes."""
+    return text.lstrip("+~").partition("=")[0]
 
 
 def check(overrides: Sequence[str], folder: Path) -> Checked:

@@ -14,6 +14,7 @@ from conf.problems import ConfigError, nearest_word
 from conf.schema.base import Problem
 from conf.schema.data import JsonlData, ReasoningGymData
 from conf.schema.megatron import folder_sizes, split_problems
+from conf.schema.model import PREPARED_NAMES
 from conf.schema.run import RunConfig, kept_layer_problems
 from conf.schema.trainers import MegatronTrainer
 
@@ -41,13 +42,14 @@ def preflight(config: RunConfig, data: bool = True, trains: bool = True) -> None
     Raises:
         ConfigError: with one line for every problem found.
     """
-    problems = [*_model_problems(config), *(_data_problems(config) if data else ()), *_engine_problems(config)]
+    problems = [*model_problems(config), *(_data_problems(config) if data else ()), *_engine_problems(config)]
     problems += _trainer_problems(config) if trains else ()
     if problems:
         raise ConfigError([str(problem) for problem in problems])
 
 
-def _model_problems(config: RunConfig) -> Iterator[Problem]:
+def model_problems(config: RunConfig) -> Iterator[Problem]:
+    """What stands against the model: attention that no engine runs, or a folder that is not there or not whole."""
     path, architecture = config.model.path, config.model.architecture
     if architecture is not None and architecture.latent_attention is not None:
         value = architecture.latent_attention.model_dump()
@@ -57,7 +59,9 @@ def _model_problems(config: RunConfig) -> Iterator[Problem]:
     folder = Path(path)
     if not folder.is_dir():
         wrong = "is a file" if folder.exists() else "does not exist"
-        yield Problem("model.path", path, wrong, _MODEL_FOLDER)
+        made = f", as `fp8-grpo prepare model={config.model.name}` writes it"
+        hint = made if config.model.name in PREPARED_NAMES else ""
+        yield Problem("model.path", path, wrong, _MODEL_FOLDER + hint)
         return
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -101,17 +105,27 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def works_here(config: RunConfig) -> bool:
+    """Whether the actors run in this very environment: on a local cluster without an executable of their own."""
+    return config.cluster.kind == "local" and config.cluster.worker_python is None
+
+
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
-    """The workers of a local cluster run in this very environment; those of another cluster need not."""
-    if config.rollout.engine == "vllm" and config.cluster.kind == "local" and find_spec("vllm") is None:
-        allowed = "torch here; vLLM comes with the extra gpu, or engines-cpu (make engines builds .venv-engines)"
+    if config.rollout.engine == "vllm" and works_here(config) and find_spec("vllm") is None:
+        allowed = (
+            "torch here, or cluster.worker_python of an environment with vLLM, which comes with the extra gpu or "
+            "engines-cpu (make setup-engines builds .venv-engines)"
+        )
         yield Problem("rollout.engine", "vllm", "vLLM is not installed in this environment", allowed)
 
 
 def _trainer_problems(config: RunConfig) -> Iterator[Problem]:
     """As `_engine_problems`, of the engine that trains."""
-    if config.trainer.engine == "megatron" and config.cluster.kind == "local" and find_spec("megatron") is None:
-        allowed = "torch here; Megatron comes with the extra gpu, or engines-cpu (make engines builds .venv-engines)"
+    if config.trainer.engine == "megatron" and works_here(config) and find_spec("megatron") is None:
+        allowed = (
+            "torch here, or cluster.worker_python of an environment with Megatron Core, which comes with the extra gpu "
+            "or engines-cpu (make setup-engines builds .venv-engines)"
+        )
         yield Problem("trainer.engine", "megatron", "Megatron Core is not installed in this environment", allowed)
 
 
@@ -122,7 +136,7 @@ def _data_problems(config: RunConfig) -> Iterator[Problem]:
         if not path.is_file():
             wrong = "not a file" if path.exists() else "no such file"
             yield Problem("data.path", data.path, wrong, "a readable file with one JSON object a line")
-    else:
+    elif isinstance(data, ReasoningGymData):
         yield from _task_problems(data)
 
 

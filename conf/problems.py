@@ -30,6 +30,7 @@ _WRONG: Final[Mapping[str, str]] = {
     "less_than_equal": "too large",
     "tuple_type": "not a list",
     "too_long": "too many items",
+    "too_short": "too few items",
     "model_type": "not a section",
     "dict_type": "not a map",
     "union_tag_invalid": "not one of the choices",
@@ -43,6 +44,10 @@ _BOUNDS: Final = (
     ("exclusiveMaximum", "<"),
     ("multipleOf", "multiple of"),
 )
+
+
+_MOVED: Final[Mapping[str, str]] = {"cluster.sync_timeout_s": "deadlines.sync_s"}
+"""Keys of before, and what they are called now."""
 
 
 class ConfigError(Exception):
@@ -60,16 +65,29 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an error sits: its dotted key, the section that owns it, and the owner's field if it is one."""
+    """Where an error sits: its dotted key, the section that owns it, and the owner's field if it is one.
+
+    `in_map`: the key is one of a map whose keys are free, which `field` is.
+    """
 
     key: str
     owner: type[Section]
     field: str | None
+    in_map: bool = False
 
 
 def describe_errors(error: ValidationError) -> list[Problem]:
     """All problems of a validation of RunConfig, in the order of the schema."""
-    return [problem for details in error.errors() for problem in _problems_of(details)]
+    found = error.errors()
+    return [problem for details in found if not _follows(details, found) for problem in _problems_of(details)]
+
+
+def _follows(details: ErrorDetails, found: Sequence[ErrorDetails]) -> bool:
+    """Whether pydantic calls a list too short only because items of it were refused."""
+    loc = details["loc"]
+    return details["type"] == "too_short" and any(
+        len(other["loc"]) > len(loc) and other["loc"][: len(loc)] == loc for other in found
+    )
 
 
 def nearest_key(unknown: str, known: Sequence[str]) -> str | None:
@@ -108,6 +126,8 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str
 
 def unknown_key(key: str, value: object, owner: type[BaseModel] = RunConfig) -> Problem:
     """The refusal of a dotted key that does not exist in the section `owner`."""
+    if key in _MOVED:
+        return Problem(key, value, f"is called {_MOVED[key]} now", f"{_MOVED[key]}={show(value)}")
     return Problem(key, value, "unknown key", ", ".join(owner.model_fields), nearest_key(key, known_keys()))
 
 
@@ -138,6 +158,8 @@ def _wrong_value(place: _Place, details: ErrorDetails) -> Problem:
     key, kind, value = place.key, details["type"], details["input"]
     schema = place.owner.model_json_schema()
     field = schema["properties"][place.field] if place.field else {}
+    if place.in_map:
+        field = _of_values(field)
     wrong = _WRONG.get(kind, details["msg"])
     if kind == "missing":
         # The last item of a list that is too short; a key of an item is missing like any other.
@@ -150,6 +172,12 @@ def _wrong_value(place: _Place, details: ErrorDetails) -> Problem:
         allowed += f" (quoted to be text: '{key}=\"{value}\"')"
     nearest = nearest_word(value, _choices(field)) if kind == "literal_error" else None
     return Problem(key, value, wrong, allowed, nearest)
+
+
+def _of_values(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a map's values; anything where it says nothing of them."""
+    values = schema.get("additionalProperties")
+    return values if isinstance(values, Mapping) else {}
 
 
 def _locate(loc: Sequence[int | str]) -> _Place:
@@ -170,7 +198,7 @@ def _locate(loc: Sequence[int | str]) -> _Place:
             key = f"{key}.{part}" if key else part
         else:
             # A key of a free map; what follows are names of pydantic's own.
-            return _Place(f"{key}.{part}", owner, None)
+            return _Place(f"{key}.{part}", owner, field, in_map=True)
     return _Place(key, owner, field)
 
 

@@ -12,30 +12,62 @@ from rich.console import Console
 
 from conf.compose import compose
 from conf.problems import ConfigError
-from flows.environment import embedded_prefect, prepare_environment, tracking_uri
+from flows.cli_sweep import add_sweep_commands, run_sweep, show_report
+from flows.environment import SERVER_START_S, embedded_prefect, prefect_api_url, prepare_environment, tracking_uri
+from flows.exits import CONFIG_ERROR, FAILED, INTERRUPTED, OK, UNFINISHED, failed
+from flows.form import form_fields
 from flows.inputs import check_inputs
 from flows.planning import describe
-from tasks.data.examples import DataError
 
-OK, FAILED, CONFIG_ERROR, INTERRUPTED = 0, 1, 2, 130
-_SERVER_START_S = 120.0
+_AFTER_INTERRUPT = {
+    "train": "the same command with resume=auto goes on from the last checkpoint, and begins anew where there is none",
+    "sweep": "the same command with --sweep-id and the id of this sweep goes on",
+    "submit": "what was submitted goes on",
+}
+"""What an interrupt leaves, by command."""
 
 _EPILOG = (
     "KEY=VALUE sets any key of the configuration (folder conf/; --dry-run prints it resolved), GROUP=OPTION chooses a "
-    "file of a group: recipe, algorithm, correction, model, data, rollout, trainer, cluster, tracking, storage, "
-    "benchmark. "
+    "file of a group: recipe, algorithm, correction, model, data, rollout, trainer, cluster, deadlines, tracking, "
+    "storage, benchmark, sweep. "
     "resume=auto goes on from the newest checkpoint of the same configuration. "
-    "Exit codes: 0 done, 1 failed, 2 configuration refused, 130 interrupted."
+    "Exit codes: 0 done, 1 failed, 2 configuration refused, 3 allocation used up (the same command goes on), 130 "
+    "interrupted."
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0 done, 1 the run failed, 2 the configuration was refused, 130 Ctrl-C."""
+    """Entry point; returns the exit code, one of `flows.exits`."""
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    unknown = [argument for argument in rest if argument.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    # argparse leaves over what stands behind an option in the midst of them.
+    parsed.overrides += rest
+    try:
+        return _run(parsed)
+    except ConfigError as error:
+        print(f"fp8-grpo: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    except KeyboardInterrupt:
+        then = _AFTER_INTERRUPT.get(parsed.command)
+        print(f"fp8-grpo: interrupted{f'; {then}' if then else ''}", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fp8-grpo", description="GRPO post-training with FP8 precision end to end.")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="run GRPO training", description="Run GRPO training.", epilog=_EPILOG)
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as recipe=fp8_e2e steps=20 seed=1")
     train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the plan, and exit")
+    text = "run the deployment fp8-grpo/fp8-grpo on the configured Prefect server"
+    about = f"{text[0].upper()}{text[1:]}; a worker does the work."
+    sent = commands.add_parser("submit", help=text, description=about, epilog=_EPILOG)
+    sent.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for train")
+    sent.add_argument("--deployment", default="fp8-grpo/fp8-grpo", metavar="FLOW/NAME", help="default: %(default)s")
+    sent.add_argument("--watch", action="store_true", help="wait for the end; exit 1 unless it completed")
     for name, text in (
         ("benchmark", "measure the rollout engine: BF16, FP8 linear layers, FP8 linear layers and KV cache"),
         ("doctor", "print what this machine can do and which recipes it can run"),
@@ -49,28 +81,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     export.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="where the run's store is: storage.url=...")
     export.add_argument("--step", type=int, help="step of the checkpoint; the newest without it")
     export.add_argument("--model", type=Path, help="folder of the model that the run began with, if it has moved")
-    parsed, rest = parser.parse_known_args(arguments)
-    unknown = [argument for argument in rest if argument.startswith("-")]
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    # argparse leaves over what stands behind an option in the midst of them.
-    parsed.overrides += rest
-    try:
-        if parsed.command == "benchmark":
-            return _benchmark(parsed.overrides)
-        if parsed.command == "doctor":
-            return _doctor(parsed.overrides)
-        if parsed.command == "export":
-            return _export(parsed)
-        return _train(parsed.overrides, parsed.dry_run)
-    except ConfigError as error:
-        print(f"fp8-grpo: {error}", file=sys.stderr)
-        return CONFIG_ERROR
-    except KeyboardInterrupt:
-        print(
-            "fp8-grpo: interrupted; the same command with resume=auto goes on from the last checkpoint", file=sys.stderr
-        )
-        return INTERRUPTED
+    text = "write a model that a Python package ships as a Hugging Face folder whose weights fill FP8 blocks"
+    about = f"{text[0].upper()}{text[1:]}; its function stays."
+    prepare = commands.add_parser("prepare", help=text, description=about, epilog=_EPILOG)
+    prepare.add_argument("overrides", nargs="+", metavar="model=NAME [DEST]", help="DEST: model.path without it")
+    prepare.add_argument("--gguf", type=Path, metavar="FILE", help="the package's GGUF file, if it lies elsewhere")
+    add_sweep_commands(commands, _EPILOG)
+    return parser
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    commands = {
+        "train": lambda: _train(parsed.overrides, parsed.dry_run),
+        "submit": lambda: _submit(parsed),
+        "sweep": lambda: run_sweep(parsed.overrides, parsed.sweep_id),
+        "report": lambda: show_report(parsed.sweep_id, parsed.overrides, _wide()),
+        "benchmark": lambda: _benchmark(parsed.overrides),
+        "doctor": lambda: _doctor(parsed.overrides),
+        "export": lambda: _export(parsed),
+        "prepare": lambda: _prepare(parsed.overrides, parsed.gguf),
+    }
+    return commands[parsed.command]()
 
 
 def _train(overrides: list[str], dry_run: bool) -> int:
@@ -83,23 +114,41 @@ def _train(overrides: list[str], dry_run: bool) -> int:
     prepare_environment(local_ray=config.cluster.kind == "local")
     server = embedded_prefect(runs_dir)
     # Imported here: prefect, ray and mlflow read their settings from the environment on import.
-    from flows.failures import RUN_FAILURES
+    from flows.failures import RUN_FAILURES, is_unreachable_server
     from flows.train import fp8_grpo
 
     try:
         if server is not None:
-            server.wait(_SERVER_START_S)
-        result = fp8_grpo(overrides)
-    except RuntimeError as error:
-        # Prefect has no type of its own for a server that does not answer.
-        if not isinstance(error, RUN_FAILURES) and "Failed to reach API" not in str(error):
-            raise
-        return _failed(error)
+            server.wait(SERVER_START_S)
+        result = fp8_grpo(**form_fields(overrides))
     except RUN_FAILURES as error:
-        return _failed(error)
+        return failed(error)
+    except RuntimeError as error:
+        if not is_unreachable_server(error):
+            raise
+        return failed(error)
+    if "stopped_after" in result:
+        return UNFINISHED
     print(f"report: {result['folder']}/report.md")
     print(f"MLflow: {_how_to_see(tracking_uri(config.tracking.uri, runs_dir))}")
     return OK
+
+
+def _submit(parsed: argparse.Namespace) -> int:
+    compose(parsed.overrides)
+    prepare_environment(local_ray=False)
+    if prefect_api_url() is None:
+        allowed = "PREFECT_API_URL=http://HOST:4200/api, or an active profile that has it"
+        raise ConfigError([f"PREFECT_API_URL: no Prefect server is configured; allowed: {allowed}"])
+    # Imported here: prefect reads its settings from the environment on import.
+    from flows.submit import SubmitError, submit, watch
+
+    try:
+        run = submit(parsed.overrides, parsed.deployment)
+        print(f"flow run {run.name}: {run.url}", flush=True)
+        return watch(run) if parsed.watch else OK
+    except SubmitError as error:
+        return failed(error)
 
 
 def _wide() -> Console:
@@ -115,7 +164,7 @@ def _benchmark(overrides: list[str]) -> int:
     try:
         folder = run_benchmark(overrides, _wide())
     except EngineError as error:
-        return _failed(error)
+        return failed(error)
     print(f"rows and picture: {folder}")
     return OK
 
@@ -139,7 +188,7 @@ def _export(parsed: argparse.Namespace) -> int:
         store = CheckpointStore(absolute_url(storage.url), dict(storage.options))
         step, written = export_run(store, parsed.run, parsed.destination.absolute(), parsed.step, parsed.model)
     except (EngineError, StoreError, OSError) as error:
-        return _failed(error)
+        return failed(error)
     size, files = written.bytes / 1e9, "file" if len(written.files) == 1 else "files"
     print(
         f"run {parsed.run}, step {step}: {written.tensors} tensors, {size:.3f} GB in {len(written.files)} {files}: "
@@ -148,9 +197,27 @@ def _export(parsed: argparse.Namespace) -> int:
     return OK
 
 
-def _failed(error: Exception) -> int:
-    print(f"fp8-grpo: {type(error).__name__}: {error}", file=sys.stderr)
-    return CONFIG_ERROR if isinstance(error, DataError) else FAILED
+def _prepare(arguments: list[str], gguf: Path | None) -> int:
+    folders = [text for text in arguments if "=" not in text]
+    if len(folders) > 1:
+        raise ConfigError([f"destination = {', '.join(folders)}: {len(folders)} folders; allowed: one, or none"])
+    model = compose([text for text in arguments if "=" in text]).model
+    # Imported here: transformers takes seconds.
+    from flows.prepare import prepare_model
+    from tasks.engines.protocols import EngineError
+
+    destination = Path(folders[0]) if folders else None
+    try:
+        made = prepare_model(model, destination, gguf)
+    except (EngineError, OSError) as error:
+        return failed(error)
+    old, new = made.padding.before, made.padding.after
+    print(
+        f"{model.name}: hidden {old.hidden} -> {new.hidden}, heads {old.heads}/{old.groups} -> "
+        f"{new.heads}/{new.groups} of {new.head_dim} channels, MLP {old.mlp} -> {new.mlp}; "
+        f"{made.parameters:,} parameters, {made.bytes / 1e9:.3f} GB: {destination or model.path}"
+    )
+    return OK
 
 
 def _how_to_see(uri: str) -> str:

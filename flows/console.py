@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console as RichConsole
@@ -24,11 +25,37 @@ _EVERY_LINE = 10
 """A run of up to so many steps prints a line for each."""
 
 
-class Console:
-    """Progress and results of one run. On a terminal one live display; elsewhere a line for each event."""
+def outlive_readers() -> None:
+    """From here on no console of this process ends it because whoever read its output is gone.
 
-    def __init__(self, console: RichConsole | None = None) -> None:
-        self._rich = console or RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
+    Prefect's logging writes through rich, which exits the program then: a killed worker would take its runs along.
+    """
+    RichConsole.on_broken_pipe = _go_quiet  # type: ignore[method-assign]
+
+
+def _go_quiet(self: RichConsole) -> None:
+    self.quiet = True
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, self.file.fileno())
+    os.close(devnull)
+
+
+class _LastingConsole(RichConsole):
+    """A run does not end because nobody reads its output any more."""
+
+    def on_broken_pipe(self) -> None:
+        _go_quiet(self)
+
+
+class Console:
+    """Progress and results of one run. On a terminal one live display; elsewhere a line for each event.
+
+    `log` takes each line instead: a deployed run's lines belong on its page.
+    """
+
+    def __init__(self, console: RichConsole | None = None, log: Callable[[str], None] | None = None) -> None:
+        self._log = log
+        self._rich = console or _LastingConsole(file=sys.stdout, highlight=False, soft_wrap=True)
         self._live: Progress | None = None
         self._bars: dict[str, TaskID] = {}
 
@@ -54,6 +81,9 @@ class Console:
 
     def say(self, text: str) -> None:
         """One line of information."""
+        if self._log is not None:
+            self._log(text)
+            return
         (self._live.console if self._live else self._rich).print(text, markup=False)
 
     def advance(self, name: str, done: int, total: int, note: str = "", line: bool = True) -> None:

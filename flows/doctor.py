@@ -7,16 +7,22 @@ from dataclasses import dataclass
 
 from rich.console import Console as RichConsole
 from rich.table import Table
+from rich.text import Text
 
 from conf.compose import CONFIG_DIR, compose
-from conf.overrides import groups
-from conf.schema import LinearPrecision, Recipe, RunConfig, VllmRollout
-from flows.placement import own_nodes, placement, shortage
-from infra.device import DeviceFacts, cpu_flags, device_facts, installed
+from conf.overrides import groups, override_key
+from conf.preflight import model_problems, works_here
+from conf.problems import ConfigError
+from conf.schema import LinearPrecision, MegatronTrainer, RunConfig, VllmRollout
+from conf.schema.base import counted
+from flows.placement import memory_shortage, own_nodes, placement, shortage
+from flows.sharing import host_shortage, sharing_shortages
+from infra.device import DeviceFacts, Node, cpu_flags, device_facts, gpu_count, host_memory, installed
 from infra.provenance import versions
 from infra.ray_cluster import ClusterError, cluster_nodes, ray_cluster
 from tasks.engines.memory_plan import kv_capacity_tokens
 from tasks.engines.plan import RunPlan, plan_run
+from tasks.engines.protocols import EngineError
 
 _FP8_GEMM = (8, 9)
 _MXFP8 = (10, 0)
@@ -32,38 +38,69 @@ class Verdict:
     kv_capacity_tokens: int | None
 
 
+@dataclass(frozen=True)
+class Places:
+    """The machines that a run would have, and a name for them together."""
+
+    name: str
+    nodes: tuple[Node, ...]
+
+
 def doctor(overrides: Sequence[str], console: RichConsole) -> bool:
-    """Print the findings; True when the configured recipe can run here."""
-    config, facts = compose(overrides), device_facts()
+    """Print the findings; True when the configured recipe can run here.
+
+    A recipe whose configuration is refused is a row of the table; `ConfigError`, after it, if that is the configured
+    one, and at once if no recipe would do.
+    """
+    chosen = _composed(overrides)
+    choices = {name: _composed([*_without_recipe(overrides), f"recipe={name}"]) for name in _recipes()}
+    configs = [config for config in (chosen, *choices.values()) if isinstance(config, RunConfig)]
+    if not configs:
+        assert isinstance(chosen, ConfigError)
+        raise chosen
+    facts = device_facts()
     console.print(_machine(facts))
-    verdicts = [judge(compose([*_without_recipe(overrides), f"recipe={name}"]), facts) for name in _recipes()]
-    console.print(_recipes_table(config, verdicts))
-    problems = judge(config, facts).problems
+    places, unknown = None, None
     try:
-        line, lack = processes(config, facts)
-        console.print(line, markup=False)
+        places = nodes_of(configs[0])
     except ClusterError as error:
-        lack = str(error)
-    problems += () if lack is None else (lack,)
+        unknown = str(error)
+    verdicts = [_verdict(name, choice, facts, places) for name, choice in choices.items()]
+    console.print(_recipes_table(configs[0], verdicts))
+    if isinstance(chosen, ConfigError):
+        raise chosen
+    if places is not None:
+        console.print(processes(chosen, places), markup=False)
+    problems = judge(chosen, facts, places).problems + (() if unknown is None else (unknown,))
     for problem in problems:
-        console.print(f"recipe {config.recipe.name} cannot run here: {problem}", markup=False)
+        console.print(f"recipe {chosen.recipe.name} cannot run here: {problem}", markup=False)
     return not problems
 
 
-def processes(config: RunConfig, facts: DeviceFacts) -> tuple[str, str | None]:
-    """Actors that a run would have and what its cluster has in all, in a line; and why that could never hold them.
+def _composed(overrides: Sequence[str]) -> RunConfig | ConfigError:
+    try:
+        return compose(overrides)
+    except ConfigError as error:
+        return error
 
-    An existing cluster is joined and asked; `ClusterError` where it does not answer.
+
+def nodes_of(config: RunConfig) -> Places:
+    """What Ray would hand out: of this machine, or of an existing cluster, which is joined and asked.
+
+    `ClusterError` where it does not answer.
     """
-    where, nodes = "this machine", own_nodes(config, facts.count)
-    if nodes is None:
-        where = f"the cluster {config.cluster.address}"
-        with ray_cluster(config.cluster, "fp8-grpo-doctor"):
-            nodes = cluster_nodes()
-    cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
-    wanted = placement(config, gpus)
-    line = f"a run asks for {wanted.describe()}; {where} has {gpus:g} GPUs and {cpus:g} CPU slots in all"
-    return line, shortage(wanted, nodes, where)
+    own = own_nodes(config, gpu_count())
+    if own is not None:
+        return Places("this machine", own)
+    with ray_cluster(config.cluster, "fp8-grpo-doctor"):
+        return Places(f"the cluster {config.cluster.address}", cluster_nodes())
+
+
+def processes(config: RunConfig, places: Places) -> str:
+    """Actors that a run would have, and what its cluster has in all, in a line."""
+    cpus, gpus = sum(node.cpus for node in places.nodes), sum(node.gpus for node in places.nodes)
+    held = f"{counted(gpus, 'GPU')} and {counted(cpus, 'CPU slot')} in all"
+    return f"a run asks for {placement(config, gpus).describe()}; {places.name} has {held}"
 
 
 def _recipes() -> tuple[str, ...]:
@@ -71,20 +108,41 @@ def _recipes() -> tuple[str, ...]:
 
 
 def _without_recipe(overrides: Sequence[str]) -> list[str]:
-    return [o for o in overrides if not o.lstrip("+").startswith(("recipe=", "recipe."))]
+    return [text for text in overrides if override_key(text).partition(".")[0] != "recipe"]
 
 
-def judge(config: RunConfig, facts: DeviceFacts) -> Verdict:
-    """What stands against this configuration's recipe on a machine with these facts."""
-    recipe, problems = config.recipe, []
+def _verdict(name: str, choice: RunConfig | ConfigError, facts: DeviceFacts, places: Places | None) -> Verdict:
+    return Verdict(name, choice.problems, None) if isinstance(choice, ConfigError) else judge(choice, facts, places)
+
+
+def judge(config: RunConfig, facts: DeviceFacts, places: Places | None = None) -> Verdict:
+    """What stands against this configuration's recipe on a machine with these facts, and on `places` if known."""
+    problems, plan = [str(problem) for problem in model_problems(config)], None
+    if not problems:
+        try:
+            plan = plan_run(config)
+        except EngineError as error:
+            problems.append(str(error))
     if isinstance(config.rollout, VllmRollout):
-        problems += _vllm_problems(recipe, facts)
+        problems += _vllm_problems(config, facts)
     # The PyTorch engines emulate FP8 products and run anywhere.
-    return Verdict(recipe.name, tuple(problems), _capacity(config, plan_run(config), facts))
+    if isinstance(config.trainer, MegatronTrainer) and works_here(config) and not installed("megatron.core"):
+        problems.append("trainer=megatron: Megatron Core is not installed; the extras are engines-cpu (CPU) and gpu")
+    if places is not None:
+        gpus = sum(node.gpus for node in places.nodes)
+        lacks = [shortage(placement(config, gpus), places.nodes, places.name)]
+        if plan is not None:
+            lacks += [memory_shortage(config, plan, gpus, host_memory()), host_shortage(config, plan, host_memory())]
+        problems += [lack for lack in lacks if lack is not None]
+    if plan is not None and facts.capability is not None and config.cluster.kind == "local":
+        problems += sharing_shortages(config, plan, facts.total_gb * 1e9)
+    capacity = None if plan is None else _capacity(config, plan, facts)
+    return Verdict(config.recipe.name, tuple(problems), capacity)
 
 
-def _vllm_problems(recipe: Recipe, facts: DeviceFacts) -> list[str]:
-    if not installed("vllm"):
+def _vllm_problems(config: RunConfig, facts: DeviceFacts) -> list[str]:
+    recipe = config.recipe
+    if works_here(config) and not installed("vllm"):
         return ["rollout=vllm: vLLM is not installed; the extras are engines-cpu (CPU) and gpu"]
     if facts.capability is None:
         lacks = {"avx512f", "avx512bw"} - cpu_flags()
@@ -140,5 +198,7 @@ def _recipes_table(config: RunConfig, verdicts: Sequence[Verdict]) -> Table:
         table.add_column(name)
     for verdict in verdicts:
         capacity = "-" if verdict.kv_capacity_tokens is None else f"{verdict.kv_capacity_tokens:,}"
-        table.add_row(verdict.recipe, "; ".join(verdict.problems) or "yes", capacity)
+        runs = f"no: {'; '.join(verdict.problems)}" if verdict.problems else "yes"
+        # As plain text: brackets in a refusal are no markup.
+        table.add_row(verdict.recipe, Text(runs), capacity)
     return table

@@ -6,7 +6,11 @@ import os
 import tomllib
 from pathlib import Path
 
+from conf.problems import ConfigError
 from infra.prefect_server import EmbeddedPrefectServer
+
+SERVER_START_S = 120.0
+"""Within which an embedded Prefect server is up."""
 
 _DEFAULTS = {
     # Nothing is sent anywhere; a closed network would cost seconds at each start.
@@ -19,10 +23,13 @@ _DEFAULTS = {
     # The writer retries on its own; a long retry inside one call would hide an outage from it.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "PREFECT_LOGGING_LEVEL": "WARNING",
     # The command prints what went wrong; Prefect would print its traceback besides.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
+    # A run that is silent for four beats is dead (see flows/janitor.py).
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -36,14 +43,15 @@ def prepare_environment(local_ray: bool) -> None:
     if local_ray:
         # Ray has no other switch for it: 127.0.0.1 as an argument is replaced by the host's address.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    elif _has_ray_token():
+    elif has_ray_token():
         # Token authentication is on in a cluster by default, but has to be asked for where the address is explicit.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
-def _has_ray_token() -> bool:
+def has_ray_token() -> bool:
+    """Whether this user or environment has a token of Ray clusters."""
     named = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
     return named or (Path.home() / ".ray" / "auth_token").is_file()
 
@@ -51,11 +59,14 @@ def _has_ray_token() -> bool:
 def embedded_prefect(runs_dir: Path) -> EmbeddedPrefectServer | None:
     """Start a Prefect server for this process unless the environment or the active profile names one.
 
-    Call before prefect is imported; the server comes up in the background.
+    Call before prefect is imported; the server comes up in the background. `ConfigError` for a folder that cannot be.
     """
-    if _prefect_api_url() is not None:
+    if prefect_api_url() is not None:
         return None
-    runs_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"runs_dir = {runs_dir}: {error}; allowed: a folder that can be written"]) from error
     database = f"sqlite+aiosqlite:///{(runs_dir / 'prefect.db').resolve()}"
     os.environ.setdefault("PREFECT_SERVER_DATABASE_CONNECTION_URL", database)
     server = EmbeddedPrefectServer(runs_dir / "prefect.log")
@@ -63,7 +74,7 @@ def embedded_prefect(runs_dir: Path) -> EmbeddedPrefectServer | None:
     return server
 
 
-def _prefect_api_url() -> str | None:
+def prefect_api_url() -> str | None:
     """The Prefect server that the environment or the active profile names; None means an embedded one."""
     if os.environ.get("PREFECT_API_URL"):
         return os.environ["PREFECT_API_URL"]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 from conf.preflight import preflight
 from conf.problems import ConfigError
-from conf.schema import JsonlData, RunConfig
-from flows.placement import own_nodes, placement, shortage
-from infra.device import gpu_count
+from conf.schema import JsonlData, Problem, RunConfig
+from conf.schema.sharing import shares_gpus
+from flows.placement import memory_shortage, own_nodes, placement, shortage
+from flows.sharing import host_shortage, sharing_shortages
+from infra.device import gpu_count, gpu_memory, host_memory
 from tasks.data.examples import DataError, Dataset
 from tasks.data.loading import load_dataset
 from tasks.data.tokens import TextCodec
@@ -34,13 +37,15 @@ def _sha256(path: Path) -> str:
 def check_inputs(config: RunConfig, starts: bool = True) -> RunPlan:
     """Files, tasks, rows, and whether the recipe fits the model; `ConfigError` with all that is wrong.
 
-    `starts`: whether the run will start here, and on a local Ray needs this machine's GPUs. Returns the plan that was
-    worked out on the way.
+    `starts`: whether the run will start here, and on a local Ray needs this machine's GPUs and memory. Returns the plan
+    that was worked out on the way.
     """
     preflight(config, trains=starts)
     problems: list[str] = []
     if Path(config.runs_dir).exists() and not Path(config.runs_dir).is_dir():
         problems.append(f"runs_dir = {config.runs_dir}: is a file; allowed: a folder, or a path that does not exist")
+    if starts and config.cluster.kind == "local":
+        problems += _worker_python(config.cluster.worker_python)
     nodes = own_nodes(config, gpu_count()) if starts else None
     if nodes is not None:
         lack = shortage(placement(config, sum(node.gpus for node in nodes)), nodes, "this machine")
@@ -50,6 +55,10 @@ def check_inputs(config: RunConfig, starts: bool = True) -> RunPlan:
         plan = plan_run(config)
     except EngineError as error:
         problems.append(str(error))
+    else:
+        lack = memory_shortage(config, plan, gpu_count(), host_memory()) if starts else None
+        problems += [] if lack is None else [lack]
+        problems += _sharing_problems(config, plan) if nodes is not None else []
     if isinstance(config.data, JsonlData):
         # Rows are cheap to read; a procedural task is generated once, when the run starts.
         try:
@@ -59,6 +68,23 @@ def check_inputs(config: RunConfig, starts: bool = True) -> RunPlan:
     if problems or plan is None:
         raise ConfigError(problems)
     return plan
+
+
+def _worker_python(path: str | None) -> list[str]:
+    """That it works and fits the driver is asked when Ray starts; here no library of Ray may be imported."""
+    if path is None or (Path(path).is_file() and os.access(path, os.X_OK)):
+        return []
+    allowed = "the path of an executable on this machine, or null for the driver's own Python"
+    return [str(Problem("cluster.worker_python", path, "no such executable", allowed))]
+
+
+def _sharing_problems(config: RunConfig, plan: RunPlan) -> list[str]:
+    """What this machine cannot hold of two engines that share a GPU."""
+    if not shares_gpus(config.cluster, config.rollout, config.trainer):
+        return []
+    device, host = gpu_memory(), host_shortage(config, plan, host_memory())
+    problems = [] if device is None else list(sharing_shortages(config, plan, device))
+    return problems + ([] if host is None else [host])
 
 
 def check_prompts(dataset: Dataset, codec: TextCodec, config: RunConfig) -> None:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 import yaml
 
 from conf.compose import digest, resolved
 from conf.schema import Algorithm, Correction, LinearPrecision, MegatronTrainer, Optimizer, RunConfig, VllmRollout
-from flows.placement import own_nodes, placement, shortage
-from infra.device import gpu_count
+from flows.cautions import cautions
+from flows.placement import memory_shortage, own_nodes, placement, shortage
+from flows.sharing import sharing_lines
+from infra.device import gpu_count, host_memory
 from tasks.engines.memory_plan import kv_capacity_tokens
 from tasks.engines.plan import EnginePlan, RunPlan
 from tasks.engines.precision_plan import block_spec
 
 _GB: Final = 1e9
+_LAYER: Final = re.compile(r"^.*\.layers\.\d+\.")
 _DEVICES: Final = (80, 141)
 """Memory of the GPUs for which a share is told in tokens (GB): H100, H200."""
+
+_SCALES: Final = {"step": "calibrated each step", "once": "calibrated once", "never": "1"}
 
 
 def describe(config: RunConfig, plan: RunPlan) -> str:
@@ -26,8 +33,8 @@ def describe(config: RunConfig, plan: RunPlan) -> str:
     recipe, a, optimizer = config.recipe, config.algorithm, config.trainer.optimizer
     kv = f"{recipe.kv.dtype}, query {'e4m3' if recipe.kv.quantize_query else 'bf16'}"
     calibration = recipe.calibration
-    scales = f"a {calibration.granularity}, calibrated each step, margin {calibration.margin}"
-    scales = scales if calibration.enabled else "none"
+    scales = f"{_SCALES[calibration.refresh]}, a {calibration.granularity}" if calibration.enabled else "none"
+    scales += f", margin {calibration.margin}" if calibration.enabled and calibration.refresh != "never" else ""
     lines = [
         yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True).rstrip(),
         "",
@@ -44,12 +51,15 @@ def describe(config: RunConfig, plan: RunPlan) -> str:
         f"{_mb(plan.reference_bytes)}",
         *_rank_lines(config, plan),
         *_pool_lines(config, plan),
+        *sharing_lines(config, plan, _DEVICES),
         f"  processes        {_processes(config)}",
+        *_memory_lines(config, plan),
         f"  clipping         {_clipping(optimizer)}",
         f"  work             {config.steps} steps x {a.prompts_per_step} prompts x {a.group_size} samples, "
         f"{plan.optimizer_updates} optimiser updates",
         f"  config digest    {digest(config)}",
         "",
+        *cautions(config),
         "Dry run: nothing was started.",
     ]
     return "\n".join(lines)
@@ -78,6 +88,7 @@ def _rank_lines(config: RunConfig, plan: RunPlan) -> list[str]:
         f"activations of {trainer.tokens_per_micro_batch:,} tokens, {trainer.recompute} recomputation (counted as "
         f"Korthikanti et al. 2022) {_gb(memory.activations)}",
         f"output layer {_gb(memory.output)}",
+        *((f"KL reference {_gb(memory.reference)}",) if memory.reference else ()),
     )
     return [
         f"  trainer ranks    {trainer.ranks} on {trainer.device}: {layout}",
@@ -94,6 +105,12 @@ def _processes(config: RunConfig) -> str:
     wanted = placement(config, sum(node.gpus for node in nodes))
     lack = shortage(wanted, nodes, "this machine")
     return wanted.describe() if lack is None else f"not on this machine: {lack}"
+
+
+def _memory_lines(config: RunConfig, plan: RunPlan) -> list[str]:
+    """What this machine's memory could not hold."""
+    lack = memory_shortage(config, plan, gpu_count(), host_memory())
+    return [] if lack is None else [f"  memory here      not on this machine: {lack}"]
 
 
 def _pool_lines(config: RunConfig, plan: RunPlan) -> list[str]:
@@ -122,8 +139,15 @@ def _linears(plan: EnginePlan, precision: LinearPrecision) -> str:
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return (
         f"{len(plan.linears.quantized)} linears {precision.format} ({named}; {block_spec(precision).describe()}); "
-        f"bf16: {', '.join(plan.linears.kept) or 'none'}"
+        f"bf16: {_by_kind(plan.linears.kept)}"
     )
+
+
+def _by_kind(names: Sequence[str]) -> str:
+    """Names of modules; those that layers have in common once, with how many layers have them."""
+    kinds = Counter(_LAYER.sub("", name) for name in names)
+    alone = {_LAYER.sub("", name): name for name in names}
+    return ", ".join(f"{count} x {kind}" if count > 1 else alone[kind] for kind, count in kinds.items()) or "none"
 
 
 def objective_line(a: Algorithm) -> str:

@@ -19,12 +19,15 @@ MEASURED = ("time/", "throughput/", "memory/")
 
 
 class Record:
-    """Appends results to the journal once; a step that is computed again after a resume is compared instead."""
+    """Appends results to the journal once; a step that is computed again after a resume is compared instead.
+
+    `replay_differences` names each value that came out otherwise.
+    """
 
     def __init__(self, journal: Journal, writer: MlflowWriter) -> None:
         self.journal = journal
         self.writer = writer
-        self.replay_differences = 0
+        self.replay_differences: list[str] = []
 
     def add(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Make the values durable, then let MLflow know."""
@@ -41,7 +44,7 @@ class Record:
                 continue
             old, new = before.values.get(key), values.get(key)
             if old != new and not (_is_nan(old) and _is_nan(new)):
-                self.replay_differences += 1
+                self.replay_differences.append(f"{key} of step {before.step}")
                 log.warning("%s of step %d computed again: %s was %s, is %s", before.kind, before.step, key, old, new)
 
 

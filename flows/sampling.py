@@ -66,7 +66,7 @@ class Sampler:
                 graded.append(reward(grading, algorithm, self._config.rollout.max_new_tokens))
             overlapped += grading.seconds_before(rollouts[-1]["ended"])
             informative += int((~zero_variance(graded[-1]["rewards"])).sum())
-        chosen = select([r["batch"] for r in rollouts], graded, algorithm)
+        chosen = select([r["batch"] for r in rollouts], graded, algorithm, self._engines.clock("generate_s"))
         seconds = chosen["seconds"] + sum(g["seconds"] for g in graded)
         times = {"time/reward_s": seconds, "time/reward_overlapped_s": overlapped}
         metrics = combined_metrics(rollouts) | chosen["metrics"] | times

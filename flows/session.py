@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import yaml
@@ -17,17 +19,21 @@ from ray.actor import ActorHandle
 
 from conf.compose import flatten, resolved
 from conf.schema import RunConfig
+from flows.allocation import RunStopped
 from flows.console import Console
 from flows.environment import tracking_uri
-from flows.failures import is_interrupt
+from flows.failures import is_interrupt, mlflow_status
 from flows.identity import RunIdentity, identify
-from flows.placement import placement, shortage
+from flows.placement import placement, shortage, trains_on_gpu
 from flows.record import Record
+from flows.side_records import CALIBRATION_SCALES, EVAL_RESULTS, StepLines
 from flows.top_tokens import TOP_TOKENS, TopTokens
+from infra.device import device_name
 from infra.journal import Journal
 from infra.mlflow_writer import MlflowWriter
 from infra.provenance import git_commit
-from infra.ray_cluster import ClusterError, await_ready, cluster_nodes, ray_cluster, spawn
+from infra.ray_cluster import ClusterError, await_ready, cluster_nodes, gpu_names, ray_cluster, spawn
+from infra.run_actors import actor_prefix
 from infra.store import CheckpointStore
 from infra.store_files import absolute_url
 from tasks.actors import RolloutActor, TrainerActor
@@ -35,9 +41,14 @@ from tasks.calls import Engines
 from tasks.data.examples import Dataset
 from tasks.data.grading import Grader
 from tasks.data.loading import load_dataset
+from tasks.engines.warm_start import GPU_ENVIRONMENT
 from tasks.followers import FollowerActor
+from tasks.rollout import put_to_sleep
+from tasks.rollout_pool import RolloutPool
 
 _MLFLOW_START_S = 30.0
+_SIDE_RECORDS = (TOP_TOKENS, EVAL_RESULTS, CALIBRATION_SCALES)
+_NOT_OF_A_RUN = ("sweep.", "tracking.tags.", "allocation_s")
 
 
 class Session:
@@ -64,6 +75,13 @@ class Session:
         self.console = console
         self.start_step = identity.start_step
         self.top_tokens = TopTokens(folder / TOP_TOKENS)
+        self.eval_results = StepLines(folder / EVAL_RESULTS)
+        self.scales = StepLines(folder / CALIBRATION_SCALES)
+
+    @property
+    def side_records(self) -> tuple[Path, ...]:
+        """Files beside the journal that travel with a checkpoint and go to MLflow at the end; some may not exist."""
+        return tuple(self.folder / name for name in _SIDE_RECORDS)
 
     @property
     def storage_target(self) -> tuple[str, dict[str, Any]]:
@@ -88,9 +106,17 @@ def find_run(config: RunConfig) -> RunIdentity:
 
 @contextmanager
 def open_session(
-    config: RunConfig, identity: RunIdentity, flow_run_id: str, run_count: int, console: Console
+    config: RunConfig,
+    identity: RunIdentity,
+    flow_run_id: str,
+    run_count: int,
+    console: Console,
+    kept: KeptEngines | None = None,
 ) -> Iterator[Session]:
-    """Open all resources of a run. MLflow's status follows how the block ends."""
+    """Open all resources of a run. MLflow's status follows how the block ends.
+
+    `kept`: rollout engines that outlive the run, on a Ray that this process has joined or started.
+    """
     folder = Path(config.runs_dir).resolve() / identity.name
     if identity.manifest is None:
         _set_aside(folder)
@@ -101,16 +127,16 @@ def open_session(
         journal.claim()
         _take_over_records(config, identity, journal)
         loading = pool.submit(load_dataset, config.data)
-        stack.enter_context(ray_cluster(config.cluster, namespace=f"fp8-grpo-{identity.name}"))
-        actors = RunActors(config, f"fp8-grpo-{flow_run_id}-{run_count}")
-        rollout, (trainer, *followers) = actors.rollout(), actors.trainer()
-        engines = Engines(rollout, trainer, actors.replace_rollout, followers)
+        if kept is None:
+            stack.enter_context(ray_cluster(config.cluster, namespace=f"fp8-grpo-{identity.name}"))
+        actors = RunActors(config, actor_prefix(flow_run_id, run_count), kept)
+        rollout, engines = stack.enter_context(actors.engines())
         dataset = loading.result()
         grader = stack.enter_context(Grader(dataset.grader, config.data.answer_time_limit_s))
-        writer = _writer(config, identity, folder, journal, flow_run_id)
-        stack.enter_context(_closing(writer, config, console))
+        writer = _writer(config, identity, folder, journal, flow_run_id, actors.hardware)
+        stack.enter_context(_closing(writer, config, identity.name, console))
         writer.add_artifact(folder / "config.yaml")
-        _await_actors(engines, config)
+        await_actors(rollout, engines, config)
         yield Session(config, identity, folder, Record(journal, writer), engines, dataset, grader, console)
 
 
@@ -126,7 +152,7 @@ def _set_aside(folder: Path) -> None:
 def _take_over_records(config: RunConfig, identity: RunIdentity, journal: Journal) -> None:
     """Where the local journal lacks steps of the checkpoint, complete it from the copy that travelled with it.
 
-    The file of top tokens comes along.
+    The files beside it come along.
     """
     if identity.manifest is None or (len(journal) and _knows(journal, identity.start_step)):
         return
@@ -134,63 +160,128 @@ def _take_over_records(config: RunConfig, identity: RunIdentity, journal: Journa
         target = Path(folder) / "checkpoint"
         CheckpointStore(*storage_target(config)).fetch(identity.manifest, target)
         journal.import_copy(target / "journal.jsonl")
-        if (target / TOP_TOKENS).exists():
-            shutil.copyfile(target / TOP_TOKENS, journal.path.with_name(TOP_TOKENS))
+        for name in _SIDE_RECORDS:
+            if (target / name).exists():
+                shutil.copyfile(target / name, journal.path.with_name(name))
 
 
 def _knows(journal: Journal, step: int) -> bool:
     return step == 0 or journal.find("step", step) is not None
 
 
+class KeptEngines:
+    """Rollout engines of one run, or of the runs that follow each other in this process and then outlive each.
+
+    `name`: how the names of their actors begin, which no other has had; `most`: engines that are kept at once.
+    """
+
+    def __init__(self, name: str, most: int = 1, shared: bool = False) -> None:
+        self.pool = RolloutPool(most)
+        self.names = (f"{name}-rollout-{number}" for number in count(1))
+        self.shared = shared
+
+
 class RunActors:
     """Starts the actors of a run, each under a name that no other has had, on the cluster that was joined.
 
-    `ClusterError` where all of it together could not hold them.
+    `placement`: what it asks for. `ClusterError` where all of it together could not hold them.
     """
 
-    def __init__(self, config: RunConfig, name: str) -> None:
+    def __init__(self, config: RunConfig, name: str, kept: KeptEngines | None = None) -> None:
         self._config = config
         self._name = name
-        self._rollouts = 0
+        self._kept = kept or KeptEngines(name)
         nodes = cluster_nodes()
-        self._placement = placement(config, sum(node.gpus for node in nodes))
-        lack = shortage(self._placement, nodes, "the cluster")
+        self.placement = placement(config, sum(node.gpus for node in nodes))
+        lack = shortage(self.placement, nodes, "the cluster")
         if lack is not None:
             raise ClusterError(f"cluster.kind={config.cluster.kind}: {lack}")
 
+    @property
+    def hardware(self) -> dict[str, str]:
+        """What the run holds, as tags: GPUs and their name, or the CPU threads of its engines."""
+        threads = self._config.rollout.threads + self.placement.ranks * self._config.trainer.threads
+        device = gpu_names() if self.placement.gpus else device_name()
+        return {"gpus": str(self.placement.gpus), "device": device, "cpu_threads": str(threads)}
+
+    @contextmanager
+    def engines(self) -> Iterator[tuple[ActorHandle | None, Engines]]:
+        """Engines of the run, and the process that was started ahead of a rollout engine, if any; none are ready yet.
+
+        Where rollout engines are kept, the trainer's processes end with the run: what Megatron, Transformer Engine and
+        CUDA keep for a process is nothing to build a second trainer on. After a failure the run's rollout engines go,
+        too.
+        """
+        pool = self._kept.pool
+        ranks: tuple[ActorHandle, ...] = ()
+        try:
+            rollout = pool.begin(self.rollout)
+            ranks = self.trainer()
+            trainer, *followers = ranks
+            shared = self.placement.share_gpu
+            keeps = pool.most > 1
+            engines = Engines(rollout, trainer, self._config.deadlines, self._take, followers, keeps, shared)
+            yield rollout, engines
+            if keeps and pool.kinds and engines.has_rollout:
+                # The next run's first engine is built beside this one.
+                put_to_sleep(engines, self._config)
+        except BaseException as error:
+            if self._kept.shared and not isinstance(error, RunStopped):
+                pool.throw_away()
+            raise
+        finally:
+            if self._kept.shared:
+                for handle in ranks:
+                    ray.kill(handle)
+
     def trainer(self) -> tuple[ActorHandle, ...]:
         """The trainer's ranks, of which rank 0 leads."""
-        config, gpus = self._config, self._placement.trainer_gpus
+        config, gpus = self._config, self.placement.trainer_gpus
         names = [f"{self._name}-trainer"]
         if config.trainer.ranks > 1:
             # Ray's own messages say the name of an actor that died.
             names = [f"{self._name}-trainer-rank-{rank}" for rank in range(config.trainer.ranks)]
+        # Whether or not the cache has the warm start, so that the training after it computes alike.
+        warms_up = config.model.warm_start is not None and trains_on_gpu(config)
+        variables = GPU_ENVIRONMENT if warms_up else None
+        kinds = [FollowerActor if rank else TrainerActor for rank in range(len(names))]
         return tuple(
-            spawn(FollowerActor if rank else TrainerActor, name, config.trainer.threads, config.cluster, gpus)
-            for rank, name in enumerate(names)
+            spawn(kind, name, config.trainer.threads, config.cluster, gpus, variables)
+            for kind, name in zip(kinds, names, strict=True)
         )
 
-    def rollout(self) -> ActorHandle:
-        config = self._config
-        self._rollouts += 1
-        name = f"{self._name}-rollout-{self._rollouts}"
-        return spawn(RolloutActor, name, config.rollout.threads, config.cluster, self._placement.rollout_gpus)
+    def _take(self, kind: str, in_place: bool) -> tuple[ActorHandle, bool]:
+        return self._kept.pool.take(kind, self.ready_rollout, in_place)
 
-    def replace_rollout(self, old: ActorHandle) -> ActorHandle:
-        """A new process for the rollout engine, after the end of the old one and of what it held."""
-        ray.kill(old)
+    def rollout(self) -> ActorHandle:
+        """A process for a rollout engine, with its part of what all that are kept at once reserve of a GPU."""
+        config = self._config
+        # Ray counts in ten-thousandths: rounded up, the last of them would find no room.
+        gpus = math.floor(self.placement.rollout_gpus * 1e4 / self._kept.pool.most) / 1e4
+        return spawn(RolloutActor, next(self._kept.names), config.rollout.threads, config.cluster, gpus)
+
+    def ready_rollout(self) -> ActorHandle:
         new = self.rollout()
         await_ready({"rollout": new}, self._config.cluster)
         return new
 
 
-def _await_actors(engines: Engines, config: RunConfig) -> None:
+def await_actors(rollout: ActorHandle | None, engines: Engines, config: RunConfig) -> None:
+    """Wait until every actor answers; see `infra.ray_cluster.await_ready`."""
+    roles = {} if rollout is None else {"rollout": rollout}
     ranks = {f"trainer rank {rank}": follower for rank, follower in enumerate(engines.followers, 1)}
     leader = "trainer rank 0" if ranks else "trainer"
-    await_ready({"rollout": engines.rollout, leader: engines.trainer} | ranks, config.cluster)
+    await_ready(roles | {leader: engines.trainer} | ranks, config.cluster)
 
 
-def _writer(config: RunConfig, identity: RunIdentity, folder: Path, journal: Journal, flow_run_id: str) -> MlflowWriter:
+def _writer(
+    config: RunConfig,
+    identity: RunIdentity,
+    folder: Path,
+    journal: Journal,
+    flow_run_id: str,
+    hardware: Mapping[str, str],
+) -> MlflowWriter:
     known = None if identity.manifest is None else identity.manifest.meta["mlflow_run_id"]
     tags = {
         "recipe": config.recipe.name,
@@ -202,6 +293,8 @@ def _writer(config: RunConfig, identity: RunIdentity, folder: Path, journal: Jou
         "seed": str(config.seed),
         "flow_run_id": flow_run_id,
         "git_commit": git_commit(Path(__file__).parent),
+        **hardware,
+        **config.tracking.tags,
     }
     return MlflowWriter(
         tracking_uri=tracking_uri(config.tracking.uri, Path(config.runs_dir)),
@@ -210,28 +303,27 @@ def _writer(config: RunConfig, identity: RunIdentity, folder: Path, journal: Jou
         cursor_path=folder / "mlflow.cursor.json",
         run_id=known,
         run_name=identity.name,
-        params=flatten(config),
+        params={key: value for key, value in flatten(config).items() if not key.startswith(_NOT_OF_A_RUN)},
         tags=tags,
         patience_s=config.tracking.outage_patience_s,
     )
 
 
 @contextmanager
-def _closing(writer: MlflowWriter, config: RunConfig, console: Console) -> Iterator[None]:
+def _closing(writer: MlflowWriter, config: RunConfig, run: str, console: Console) -> Iterator[None]:
     writer.start()
-    status = "FAILED"
+    status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED"
     try:
         yield
-        status = "FINISHED"
     except BaseException as error:
+        status = mlflow_status(error)
         if is_interrupt(error):
-            status = "KILLED"
             raise KeyboardInterrupt from error
         raise
     finally:
-        report = writer.close(status, timeout_s=config.tracking.outage_patience_s + _MLFLOW_START_S)  # type: ignore[arg-type]
+        report = writer.close(status, timeout_s=config.tracking.outage_patience_s + _MLFLOW_START_S)
         if report.pending or report.error:
             console.say(
                 f"MLflow: {report.pending} entries are not stored yet ({report.error}); they are in the journal, and "
-                f"resume brings them"
+                f"resume={run} brings them"
             )

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from conf.schema import KvPrecision, LinearPrecision, MegatronTrainer, Recipe, RunConfig
+from conf.schema import MegatronTrainer, RunConfig
 from flows.identity import checkpoint_meta
 from flows.inputs import input_digests
 from flows.record import PHASES
 from flows.sampling import Sampler
 from flows.session import Session
+from flows.side_records import layer_scales
 from infra.provenance import peak_memory_gb
 from tasks.bootstrap import rebuild_rollout
 from tasks.calibrate import calibrate
 from tasks.checkpoint import checkpoint
 from tasks.data.tokens import TextCodec
+from tasks.engines.registry import high_precision_rollout
 from tasks.engines.step_inputs import correction_of
 from tasks.evaluate import evaluate
 from tasks.numerics.correction import product_warning
+from tasks.numerics.kv_scales import Scales
 from tasks.rollout import put_to_sleep
 from tasks.score import score
 from tasks.sync import sync
@@ -23,11 +26,6 @@ from tasks.train import train
 
 _MUCH_REJECTED = 0.5
 """Share of rejected tokens above which a run says so, once."""
-
-
-def high_precision_rollout(recipe: Recipe) -> Recipe:
-    """The recipe with a BF16 rollout side and an unchanged training side."""
-    return recipe.model_copy(update={"rollout_linears": LinearPrecision(), "kv": KvPrecision()})
 
 
 class Stepper:
@@ -49,7 +47,8 @@ class Stepper:
     def step(self, step: int) -> dict[str, float]:
         """Step `step` (from 1), at weight version step - 1; returns its metrics by MLflow name."""
         s, config = self._s, self._s.config
-        synced = self._sync()
+        synced, scales = self._sync()
+        s.scales.add("step", step, layer_scales(scales))
         sampled = self._sampler.sample(step)
         sampled.metrics.update(put_to_sleep(s.engines, config))
         scored = score(s.engines, sampled.batch, config.tracking.top_tokens)
@@ -80,19 +79,22 @@ class Stepper:
                 self._warned.add(kind)
                 self._s.console.say(f"warning, step {step}: {text}")
 
-    def _sync(self) -> dict[str, float]:
+    def _sync(self) -> tuple[dict[str, float], Scales]:
         metrics = sync(self._s.engines, self._recipe, self._expected_linears, self._s.config.cluster)
-        return {name: value for name, value in metrics.items() if name != "version"}
+        scales: Scales = metrics.pop("scales")
+        return {name: value for name, value in metrics.items() if name != "version"}, scales
 
     def evaluate(self, step: int, metric: str = "eval/accuracy") -> dict[str, float]:
         """Greedy accuracy at the weights after `step` steps, on freshly synced weights and scales."""
         s = self._s
         self._sync()
         limit = s.config.rollout.max_new_tokens
-        values = evaluate(s.engines, s.dataset.eval, self._codec, s.grader, step, limit, metric)
+        found = evaluate(s.engines, s.dataset.eval, self._codec, s.grader, step, limit, metric)
         # A checkpoint comes next, and the trainer takes all of its state back for that.
         put_to_sleep(s.engines, s.config)
-        return values
+        s.eval_results.add(metric, step, found["solved"])
+        metrics: dict[str, float] = found["metrics"]
+        return metrics
 
     def evaluate_bf16(self, step: int) -> dict[str, float]:
         """`eval/accuracy_bf16`: the same weights on a BF16 rollout engine, which replaces the run's own."""
@@ -107,8 +109,7 @@ class Stepper:
         """Publish the state after `step` steps."""
         s = self._s
         meta = checkpoint_meta(s.config, s.mlflow_run_id(), self._model_dir, self._inputs, self._sampler.drawn)
-        records = (s.record.journal.path, s.top_tokens.path)
-        files = {path.name: path.read_bytes() for path in records if path.exists()}
+        files = {path.name: path.read_bytes() for path in (s.record.journal.path, *s.side_records) if path.exists()}
         keep = s.config.storage.keep_last
         return checkpoint(s.engines, s.storage_target, s.identity.name, step, files, meta, keep)
 

@@ -1,170 +1,108 @@
 """The flow `fp8-grpo`: GRPO post-training under one precision recipe."""
 
-from __future__ import annotations
-
+# Annotations are evaluated here and now: Prefect runs a served flow where their names would not be found.
+import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prefect import flow
+from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 
 from conf.compose import compose
-from conf.problems import ConfigError
 from conf.schema import RunConfig
-from flows.console import Console
-from flows.inputs import check_inputs, check_prompts
-from flows.planning import correction_line, objective_line
-from flows.report import summarize, write_report
-from flows.session import Session, find_run, open_session
-from flows.steps import Stepper
-from infra.provenance import versions
-from tasks import preflight
-from tasks.bootstrap import bootstrap, build_engines, prepare_model, rebuild_rollout
-from tasks.calls import stopwatch, wait
-from tasks.data.tokens import TextCodec
-from tasks.engines.plan import rollout_linears
-from tasks.sync import sync
+from flows.allocation import process_age_s
+from flows.cancellation import cancellable
+from flows.console import Console, outlive_readers
+from flows.environment import prepare_environment
+from flows.form import (
+    AlgorithmName,
+    CorrectionName,
+    ModelName,
+    Override,
+    RecipeName,
+    ResumeField,
+    Seed,
+    Steps,
+    form_overrides,
+)
+from flows.hooks import FREEING
+from flows.unfinished import unfinished_state
+
+if TYPE_CHECKING:
+    from flows.session import KeptEngines
 
 
-@flow(name="fp8-grpo", persist_result=False, validate_parameters=False)
-def fp8_grpo(overrides: Sequence[str] = ()) -> dict[str, Any]:
+@flow(name="fp8-grpo", persist_result=False, validate_parameters=True, **FREEING)
+def fp8_grpo(
+    recipe: RecipeName = "fp8_e2e_kv",
+    algorithm: AlgorithmName = "grpo",
+    correction: CorrectionName = "token_truncation",
+    model: ModelName = "tiny_qwen3",
+    steps: Steps = None,
+    seed: Seed = None,
+    resume: ResumeField = "never",
+    overrides: Sequence[Override] = (),
+) -> Any:
     """Train a policy with GRPO; rollout, calibration, scale-sync, training and evaluation are its tasks.
 
     Args:
-        overrides: Hydra overrides such as `recipe=fp8_e2e` or `steps=20`.
+        recipe: Precision recipe: what is quantised, where and how (conf/recipe).
+        algorithm: Objective and batch (conf/algorithm).
+        correction: Importance weights and rejection between rollout and trainer (conf/correction).
+        model: The policy (conf/model); `local` needs the override `model.path=FOLDER`.
+        steps: Training steps; empty takes the configuration's (20).
+        seed: Seed of sampling and data order; empty takes the configuration's (0).
+        resume: never (a new run), auto (newest checkpoint of the same configuration), or the name of a run.
+        overrides: Any other key, `key=value` or `group=option` (`rollout=vllm`); wins over the key's own field.
     """
-    config = compose(list(overrides))
-    check_inputs(config)
+    fields = {
+        "recipe": recipe,
+        "algorithm": algorithm,
+        "correction": correction,
+        "model": model,
+        "steps": steps,
+        "seed": seed,
+        "resume": resume,
+    }
+    return _ended(_run(compose(form_overrides(fields, list(overrides))), process_age_s()))
+
+
+def run_in_flow(name: str, overrides: Sequence[str], kept: "KeptEngines", sent: float) -> dict[str, Any]:
+    """A run of a sweep in this process, as a flow run of its own called `name`, with engines that are kept.
+
+    Its allocation counts from `sent` (epoch).
+    """
+
+    @flow(name="fp8-grpo", flow_run_name=name, persist_result=False, validate_parameters=True, **FREEING)
+    def of_a_sweep(overrides: Sequence[Override]) -> Any:
+        return _ended(_run(compose(list(overrides)), time.time() - sent, kept))
+
+    result: dict[str, Any] = of_a_sweep(list(overrides))
+    return result
+
+
+def _ended(result: dict[str, Any]) -> dict[str, Any] | State[dict[str, Any]]:
+    """Of a run that its allocation has stopped, the state of that name."""
+    if "stopped_after" not in result:
+        return result
+    return unfinished_state(result, f"stopped after step {result['stopped_after']}; resume={result['run']} goes on")
+
+
+def _run(config: RunConfig, used: float, kept: "KeptEngines | None" = None) -> dict[str, Any]:
+    """What the flow run does that is going on; `used`: of its allocation (seconds)."""
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None
-    return run_training(config, str(context.flow_run.id), context.flow_run.run_count, Console())
+    prepare_environment(local_ray=config.cluster.kind == "local")
+    # Imported here: ray and mlflow read their settings from the environment on import; and the form needs no torch.
+    from flows.inputs import check_inputs
+    from flows.training import run_training
 
-
-def run_training(config: RunConfig, flow_run_id: str, run_count: int, console: Console) -> dict[str, Any]:
-    """One run from set-up to report; returns the closing figures, the run's name and its folder."""
-    identity = find_run(config)
-    if identity.manifest is not None:
-        console.say(f"resume: run {identity.name} continues after step {identity.start_step}")
-    console.say(f"run {identity.name}: starting Ray, the engines and the data")
-    with open_session(config, identity, flow_run_id, run_count, console) as session, console.progress():
-        stepper = _prepare(session)
-        _train(session, stepper)
-        _finish(session, stepper)
-        summary = _report(session)
-        if session.record.replay_differences:
-            console.say(
-                f"{session.record.replay_differences} values of repeated steps differ from the journal: this "
-                "machine, its libraries or the trainer's layout do not compute as before, to the last bit"
-            )
-    console.closing(config.recipe.name, summary)
-    return {"run": identity.name, "folder": str(session.folder), **summary}
-
-
-def _prepare(session: Session) -> Stepper:
-    """Model, engines, and either the bootstrap of a new run or the state of a continued one."""
-    s, config = session, session.config
-
-    def progress(step: int, loss: float) -> None:
-        total = config.model.warm_start.steps if config.model.warm_start else 0
-        s.console.advance("warm start", step, total, f"loss {loss:.3f}", line=step % 100 == 0)
-
-    cache = Path(config.runs_dir).resolve() / "cache" / "warm_start"
-    prepared = prepare_model(s.engines, config, s.dataset, cache, progress)
-    model_dir = prepared["model_dir"]
-    if config.model.warm_start is not None:
-        how = "from the cache" if prepared["cached"] else f"in {prepared['time/warm_start_s']:.1f} s"
-        s.console.say(f"warm start: {how}")
-    checked = s.identity.manifest is None and preflight.wanted(config)
-    build_engines(s.engines, config, preflight.bf16_cache(config.recipe) if checked else config.recipe, model_dir)
-    codec, linears = TextCodec(Path(model_dir)), rollout_linears(config, Path(model_dir))
-    check_prompts(s.dataset, codec, config)
-    if s.identity.manifest is None:
-        stepper = Stepper(s, codec, model_dir, linears, drawn=0)
-        reference = _before_fp8_cache(s, codec, model_dir, linears) if checked else None
-        values = bootstrap(s.engines, config, s.dataset, codec, linears)
-        s.record.add("bootstrap", 0, values | {"time/warm_start_s": prepared["time/warm_start_s"]})
-        if reference is not None:
-            _judge_fp8_cache(s, reference)
-        _evaluate(s, stepper, 0)
-        s.record.add("checkpoint", 0, stepper.checkpoint(0))
-    else:
-        restored = wait("restore", s.engines.trainer.restore.remote(s.storage_target, s.identity.name))
-        s.start_step = restored["step"]
-        stepper = Stepper(s, codec, model_dir, linears, drawn=restored["meta"]["prompts_drawn"])
-        if s.start_step != s.identity.start_step:
-            s.console.say(
-                f"the checkpoint of step {s.identity.start_step} is damaged; the run goes on after step {s.start_step}"
-            )
-        sync(s.engines, config.recipe, linears, config.cluster)
-    return stepper
-
-
-def _before_fp8_cache(
-    session: Session, codec: TextCodec, model_dir: str, linears: tuple[str, ...]
-) -> preflight.Reference:
-    """The reference of the pre-flight, from the engine that is there; then the run's own engine takes its place."""
-    s = session
-    reference = preflight.preflight_reference(s.engines, s.config, s.dataset, codec, linears)
-    with stopwatch() as watch:
-        rebuild_rollout(s.engines, s.config, s.config.recipe, model_dir)
-    reference.seconds += watch.seconds
-    return reference
-
-
-def _judge_fp8_cache(session: Session, reference: preflight.Reference) -> None:
-    """Record the pre-flight; `ConfigError` where it refuses the run."""
-    limits = session.config.rollout.kv_preflight
-    measured = preflight.preflight_compare(session.engines, reference, version=0)
-    session.record.add("preflight", 0, measured)
-    found = preflight.verdict(measured[preflight.MEAN], limits)
-    if found == "refuse":
-        raise ConfigError([str(preflight.refusal(measured, limits))])
-    said = f"warning: {preflight.warning(measured, limits)}" if found == "warn" else preflight.described(measured)
-    session.console.say(f"pre-flight, {measured['time/preflight_s']:.1f} s: {said}")
-
-
-def _evaluate(session: Session, stepper: Stepper, step: int) -> None:
-    values = stepper.evaluate(step)
-    session.record.add("eval", step, values)
-    session.console.say(f"step {step}: eval accuracy {values['eval/accuracy']:.3f}")
-
-
-def _train(session: Session, stepper: Stepper) -> None:
-    config = session.config
-    session.console.advance("train", session.start_step, config.steps, line=False)
-    for step in range(session.start_step + 1, config.steps + 1):
-        metrics = stepper.step(step)
-        session.record.add("step", step, metrics)
-        session.console.step(step, config.steps, metrics)
-        if step % config.eval_every == 0 or step == config.steps:
-            _evaluate(session, stepper, step)
-        if step % config.checkpoint_every == 0 or step == config.steps:
-            values = stepper.checkpoint(step)
-            if session.record.journal.find("checkpoint", step) is None:
-                session.record.add("checkpoint", step, values)
-
-
-def _finish(session: Session, stepper: Stepper) -> None:
-    """Accuracy of the same weights on a BF16 rollout engine."""
-    if session.record.journal.find("final", session.config.steps) is None:
-        session.record.add("final", session.config.steps, stepper.evaluate_bf16(session.config.steps))
-
-
-def _report(session: Session) -> dict[str, float | None]:
-    config, journal = session.config, session.record.journal
-    facts = {
-        "recipe": config.recipe.name,
-        "algorithm": f"{config.algorithm.name}: {objective_line(config.algorithm)}",
-        "correction": f"{config.correction.name}: {correction_line(config.correction)}",
-        "model": config.model.name,
-        "engines": f"rollout {config.rollout.engine}, trainer {config.trainer.engine}",
-        "steps, seed": f"{config.steps}, {config.seed}",
-        "samples a step": f"{config.algorithm.prompts_per_step} prompts x {config.algorithm.group_size}",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-    }
-    written = write_report(journal, session.folder, f"fp8-grpo run {session.identity.name}", facts)
-    for path in (*written, session.top_tokens.path):
-        if path.exists():
-            session.record.writer.add_artifact(path)
-    return summarize(journal)
+    check_inputs(config)
+    log = None
+    if context.flow_run.deployment_id is not None:
+        log = get_run_logger().info
+        outlive_readers()
+    with cancellable(context.flow_run) as cancellation:
+        run = (str(context.flow_run.id), context.flow_run.run_count)
+        return run_training(config, *run, Console(log=log), cancellation.heeded, kept, used)

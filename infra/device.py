@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 import torch
 
 _GB = 1e9
+_ANSWER_S: Final = 20.0
+_NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
+"""Has a folder for each GPU."""
+
+_MEMORY_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of the control group of this process, of version 2 and 1, as a container sees its own."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +42,42 @@ class Node:
     gpus: float
 
 
-def gpu_count() -> int:
-    """GPUs of this machine that torch sees; takes no memory on any of them, as `device_facts` does."""
-    return torch.cuda.device_count()
+def gpu_count(driver: Path = _NVIDIA) -> int:
+    """GPUs of this machine that this process may use; takes no memory on any of them, as `device_facts` does.
+
+    Those that torch sees; with a build of torch for CPU, as a driver has whose actors run under another Python, those
+    of NVIDIA's `driver` for Linux within CUDA_VISIBLE_DEVICES.
+    """
+    if torch.version.cuda is not None:
+        return torch.cuda.device_count()
+    present = len(list(driver.iterdir())) if driver.is_dir() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return present if visible is None else min(present, len([name for name in visible.split(",") if name.strip()]))
+
+
+def gpu_memory() -> int | None:
+    """Bytes of the smallest GPU that this process may use, as NVIDIA's driver tells; None where nothing tells.
+
+    Asked of another program: torch would take memory on the GPU that it asks about.
+    """
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        # By number or by UUID, as the driver's program takes them, too.
+        command.append(f"--id={visible}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    sizes = [int(line) * 2**20 for line in done.stdout.split() if line.isdigit()]
+    return min(sizes, default=None)
+
+
+def device_name() -> str:
+    """Name of the first GPU, or of the host's processor; takes no memory on a GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    return f"CPU ({platform.processor() or platform.machine()})"
 
 
 def device_facts() -> DeviceFacts:
@@ -52,8 +96,19 @@ def device_facts() -> DeviceFacts:
     import psutil
 
     memory = psutil.virtual_memory()
-    name = platform.processor() or platform.machine()
-    return DeviceFacts(f"CPU ({name})", 0, None, None, memory.available / _GB, memory.total / _GB)
+    return DeviceFacts(device_name(), 0, None, None, memory.available / _GB, memory.total / _GB)
+
+
+def host_memory(limits: Sequence[Path] = _MEMORY_LIMITS) -> int:
+    """Bytes of the host's memory, or of its container where that has fewer."""
+    import psutil
+
+    found = [int(psutil.virtual_memory().total)]
+    for path in limits:
+        # A control group without a limit says "max", or a number beyond any memory.
+        text = path.read_text().strip() if path.is_file() else "max"
+        found += [int(text)] if text.isdigit() else []
+    return min(found)
 
 
 def cpu_flags() -> frozenset[str]:

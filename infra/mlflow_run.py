@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.journal import Entry
+from infra.mlflow_read import all_runs
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -80,6 +81,14 @@ class TrackedRun:
         _describe(client, run, spec)
         return cls(client, run.info.run_id, new)
 
+    @classmethod
+    def existing(cls, tracking_uri: str, run_id: str) -> TrackedRun | None:
+        """A run to add points to, whose status and tags stay as they are; None where the store does not have it."""
+        from mlflow import MlflowClient
+
+        client = MlflowClient(tracking_uri=tracking_uri)
+        return None if _get_run(client, run_id) is None else cls(client, run_id, new=False)
+
     def log_entry(self, entry: Entry) -> bool:
         """Log the numbers of an entry in one batch; False when the store had all of them."""
         from mlflow.entities import Metric
@@ -113,6 +122,31 @@ class TrackedRun:
             points = self._client.get_metric_history(self.run_id, key) if self._doubt else []
             self._stored[key] = {point.step for point in points}
         return self._stored[key]
+
+
+def finish_abandoned(uri: str, experiment: str, ended: Mapping[str, str]) -> list[str]:
+    """Give runs of ended flow runs that still say RUNNING a status: nobody else will.
+
+    `ended`: status (FAILED or KILLED) by flow run, which MLflow runs name in their tag flow_run_id. Returns the names
+    of the runs. Raises what MLflow raises.
+    """
+    from mlflow import MlflowClient
+
+    database = _sqlite_file(uri)
+    if database is not None and not database.exists():
+        return []
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(experiment)
+    if found is None:
+        return []
+    names = []
+    # All pages before the first change: what is finished is no longer found, and later pages would move up.
+    for run in all_runs(client, found.experiment_id, "attributes.status = 'RUNNING'"):
+        status = ended.get(run.data.tags.get("flow_run_id", ""))
+        if status is not None:
+            client.set_terminated(run.info.run_id, status=status)
+            names.append(str(run.info.run_name))
+    return names
 
 
 def _get_run(client: MlflowClient, run_id: str) -> Run | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import resource
 import subprocess
@@ -22,12 +23,13 @@ _LIBRARIES = (
 
 
 def git_commit(folder: Path) -> str:
-    """Commit of the checkout that holds `folder`, with `-dirty` when it has changes; "unknown" outside git."""
+    """Commit of the checkout that holds `folder`, with `-dirty` when it has changes; outside git what FP8_GRPO_COMMIT
+    says, as in an image, else "unknown"."""
     try:
         commit = _git(folder, "rev-parse", "HEAD")
         return commit + ("-dirty" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("FP8_GRPO_COMMIT", "unknown")
 
 
 def _git(folder: Path, *arguments: str) -> str:

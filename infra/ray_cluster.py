@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from conf.schema import Cluster
+from conf.schema.base import counted
 from infra.device import Node
-
-_CONNECT_S = 5.0
+from infra.reachable import check_reachable
+from infra.worker_python import problem_here, problem_on_nodes
 
 
 class ClusterError(RuntimeError):
@@ -27,26 +28,40 @@ def ray_cluster(cluster: Cluster, namespace: str) -> Iterator[None]:
     if ray.is_initialized():
         raise ClusterError("this process is connected to Ray already; one run has one connection")
     _check_reachable(cluster)
+    if cluster.kind == "local":
+        _refuse(problem_here(cluster))
     try:
         ray.init(**_arguments(cluster, namespace))
     except Exception as error:  # Ray raises bare Exception for a node that does not come up in time.
-        where = cluster.address if cluster.kind == "existing" else f"a local Ray with {cluster.num_cpus} CPU slots"
-        raise ClusterError(f"cluster.kind={cluster.kind}: could not connect to {where}: {error}") from error
+        raise ClusterError(f"cluster.kind={cluster.kind}: could not connect to {_where(cluster)}: {error}") from error
     try:
+        if cluster.kind == "existing":
+            _refuse(problem_on_nodes(cluster))
         yield
     finally:
         ray.shutdown()
 
 
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise ClusterError(problem)
+
+
 def _check_reachable(cluster: Cluster) -> None:
-    """Ray waits without end for an address where nobody listens; a plain connection tells at once."""
-    if cluster.address is None or cluster.address == "auto":
+    if cluster.address is None:
         return
-    host, _, port = cluster.address.removeprefix("ray://").rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        check_reachable(cluster.address)
     except OSError as error:
         raise ClusterError(f"cluster.address={cluster.address}: could not connect: {error}") from error
+
+
+def _where(cluster: Cluster) -> str:
+    if cluster.kind == "local":
+        return f"a local Ray with {counted(cluster.num_cpus, 'CPU slot')}"
+    # Ray's error is the same for a missing token, a wrong one and a head that does not answer.
+    token = "with" if os.environ.get("RAY_AUTH_MODE") == "token" else "without"
+    return f"{cluster.address} {token} a token (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
 
 
 def _arguments(cluster: Cluster, namespace: str) -> dict[str, Any]:
@@ -68,19 +83,37 @@ def cluster_nodes() -> tuple[Node, ...]:
     return tuple(Node(float(held.get("CPU", 0.0)), float(held.get("GPU", 0.0))) for held in found)
 
 
-def spawn(actor_class: type, name: str, threads: int, cluster: Cluster, gpus: float = 0.0) -> ActorHandle:
+def gpu_names() -> str:
+    """Kinds of GPU in the cluster, as Ray names them (`H200`); the driver itself need not have one."""
+    mark = "accelerator_type:"
+    kinds = {name.removeprefix(mark) for name in ray.cluster_resources() if name.startswith(mark)}
+    return ", ".join(sorted(kinds)) or "GPU of unknown kind"
+
+
+def spawn(
+    actor_class: type,
+    name: str,
+    threads: int,
+    cluster: Cluster,
+    gpus: float = 0.0,
+    variables: Mapping[str, str] | None = None,
+) -> ActorHandle:
     """Start an actor under a name that must be new: a leftover of another run is never adopted.
 
     The actor dies with the driver. `threads` bounds its CPU threads; `gpus` are reserved for it, and it sees no
-    others. It is not ready yet: see `await_ready`.
+    others. `variables`: of its environment. It runs under `cluster.worker_python`, where that is set. It is not ready
+    yet: see `await_ready`.
     """
+    environment: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": str(threads), **(variables or {})}}
+    if cluster.worker_python is not None:
+        environment["py_executable"] = cluster.worker_python
     options = {
         "name": name,
         "max_restarts": 0,
         # A local Ray serves this run alone, and its engines take turns.
         "num_cpus": threads if cluster.kind == "existing" else 0,
         "num_gpus": gpus,
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+        "runtime_env": environment,
     }
     handle: ActorHandle = ray.remote(actor_class).options(**options).remote()
     return handle
@@ -95,11 +128,12 @@ def await_ready(handles: dict[str, ActorHandle], cluster: Cluster) -> None:
         free = ray.available_resources()
         raise ClusterError(
             f"not ready within cluster.startup_timeout_s={cluster.startup_timeout_s}: {roles}; "
-            f"the cluster has {free.get('CPU', 0):g} free CPU slots and {free.get('GPU', 0):g} free GPUs"
+            f"the cluster has {counted(free.get('CPU', 0), 'free CPU slot')} and "
+            f"{counted(free.get('GPU', 0), 'free GPU')}"
         )
     for ref in done:
         try:
-            ray.get(ref)
+            ray.get(ref, timeout=cluster.startup_timeout_s)
         except RayError as error:
             # It died, or its environment or the object store could not be set up.
             raise ClusterError(f"the {refs[ref]} actor died while it started: {error}") from error

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -143,7 +144,7 @@ class CheckpointStore:
                 files=files,
                 meta=plain,
             )
-            self._files.write(_encode(manifest), f"{run}/manifests/{attempt}.json", staging=where)
+            self._files.write(_encode(manifest), _manifest_path(run, attempt), staging=where)
         self._point_to(run, attempt)
         return manifest
 
@@ -215,32 +216,53 @@ class CheckpointStore:
             return
         with _as_store_error(f"pruning run {run} at {self.url}"):
             for manifest in complete[keep_last:]:
-                self._files.remove(f"{run}/manifests/{manifest.attempt}.json")
-            kept = {manifest.attempt for manifest in complete[:keep_last]}
-            # A manifest that cannot be read or lacks a file is left to people, and so are its files.
-            kept |= set(self._manifests(run))
+                self._files.remove(_manifest_path(run, manifest.attempt))
             dropped = {manifest.attempt for manifest in complete[keep_last:]}
-            for attempt in self._files.children(f"{run}/attempts"):
-                if attempt in kept or not _ATTEMPT.fullmatch(attempt):
-                    continue
+            for attempt in self._without_manifest(run):
                 if attempt in dropped or _step_of(attempt) < complete[0].step:
                     self._files.remove_folder(f"{run}/attempts/{attempt}")
+
+    def remove_unfinished(self, run: str, older_than_s: float) -> int:
+        """Remove what failed attempts left below the step of the newest complete checkpoint; returns how many.
+
+        Only those in which nothing was written for `older_than_s` seconds: another process may be writing one, below
+        that step, too, where the run went back to an earlier checkpoint.
+        """
+        newest, removed = next(self.complete(run), None), 0
+        if newest is None:
+            return 0
+        with _as_store_error(f"pruning run {run} at {self.url}"):
+            for attempt in self._without_manifest(run):
+                where = f"{run}/attempts/{attempt}"
+                if _step_of(attempt) < newest.step and self._files.last_written(where) < time.time() - older_than_s:
+                    self._files.remove_folder(where)
+                    removed += 1
+        return removed
+
+    def manifest_url(self, manifest: Manifest) -> str:
+        """Where the manifest lies."""
+        return f"{self.url.rstrip('/')}/{_manifest_path(manifest.run, manifest.attempt)}"
+
+    def _without_manifest(self, run: str) -> tuple[str, ...]:
+        # A manifest that cannot be read or lacks a file is left to people, and so are its files.
+        attempts, kept = self._files.children(f"{run}/attempts"), set(self._manifests(run))
+        return tuple(name for name in attempts if _ATTEMPT.fullmatch(name) and name not in kept)
 
     def _manifests(self, run: str) -> tuple[str, ...]:
         names = (name.removesuffix(".json") for name in self._files.children(f"{run}/manifests"))
         return tuple(name for name in names if _ATTEMPT.fullmatch(name))
 
     def _read_manifest(self, run: str, attempt: str) -> Manifest | None:
-        path = f"{self.url}/{run}/manifests/{attempt}.json"
+        path = _manifest_path(run, attempt)
         try:
-            manifest = Manifest.model_validate_json(self._files.read(f"{run}/manifests/{attempt}.json"))
+            manifest = Manifest.model_validate_json(self._files.read(path))
         except FileNotFoundError:
             return None
         except ValidationError as error:
-            log.warning("%s is damaged and skipped: %s", path, error.errors()[0]["msg"])
+            log.warning("%s/%s is damaged and skipped: %s", self.url, path, error.errors()[0]["msg"])
             return None
         if (manifest.run, manifest.attempt, manifest.step) != (run, attempt, _step_of(attempt)):
-            log.warning("%s belongs to %s/%s and is skipped", path, manifest.run, manifest.attempt)
+            log.warning("%s/%s belongs to %s/%s and is skipped", self.url, path, manifest.run, manifest.attempt)
             return None
         return manifest
 
@@ -334,6 +356,10 @@ def _plain(value: object, key: str) -> Any:
 
 def _encode(manifest: Manifest) -> bytes:
     return (json.dumps(manifest.model_dump(), indent=1, allow_nan=False) + "\n").encode("ascii")
+
+
+def _manifest_path(run: str, attempt: str) -> str:
+    return f"{run}/manifests/{attempt}.json"
 
 
 def _step_of(attempt: str) -> int:

@@ -90,6 +90,12 @@ class StoreFiles:
             if path.startswith(prefix) and info["type"] == "file"
         }
 
+    def last_written(self, name: str) -> float:
+        """Seconds since the epoch at which a file below the folder `name` was last written; 0 where there is none."""
+        found = self._fs.find(self.full(name), detail=True).values()
+        times = (info["mtime"] if self.local else info["LastModified"].timestamp() for info in found)
+        return max(map(float, times), default=0.0)
+
     def children(self, name: str) -> tuple[str, ...]:
         """The names directly below the folder `name`, sorted; empty when there is no such folder.
 

@@ -11,8 +11,9 @@ from typing import Any
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from conf.schema import Recipe, RunConfig
+from conf.schema import Deadlines, Recipe, RunConfig
 from infra.provenance import peak_memory_gb
+from tasks.deadlines import limit_of
 from tasks.engines.protocols import (
     EngineError,
     EngineReport,
@@ -54,6 +55,11 @@ class RolloutActor:
         with compiled_kernels(config, store_url):
             self._built = build_rollout(config, recipe, Path(model_dir))
         self._arrivals = Arrivals(self._built)
+
+    def forget(self) -> None:
+        """For another run: the engine is as after its build."""
+        self._engine.forget()
+        self._arrivals = Arrivals(self._engine)
 
     @property
     def _engine(self) -> RolloutEngine:
@@ -129,7 +135,7 @@ class TrainerActor:
         """Build or replace the engine; `peers`: the `FollowerActor` of rank 1 and of each further one."""
         self._built = self._local = None
         self._ranks.close()
-        self._ranks = Ranks(peers)
+        self._ranks = Ranks(peers, config.deadlines)
         self._local, self._built = build_ranks(config, model_dir, self._ranks, self.make)
 
     def make(self, config: RunConfig, model_dir: Path, rank: int, url: str | None) -> TrainerEngine:
@@ -153,7 +159,9 @@ class TrainerActor:
     def _peak_gb(self) -> float:
         return max(peak_memory_gb(), self._ranks.peak_gb)
 
-    def send_weights(self, recipe: Recipe, rollout: ActorHandle, buffer_mb: int, timeout_s: float) -> dict[str, Any]:
+    def send_weights(
+        self, recipe: Recipe, rollout: ActorHandle, buffer_mb: int, deadlines: Deadlines
+    ) -> dict[str, Any]:
         """Quantise once and install in the rollout actor, in chunks of `buffer_mb` MiB.
 
         Returns what was sent in short (for the audit), and `metrics`: seconds of both parts, and the bytes.
@@ -161,7 +169,7 @@ class TrainerActor:
         start = time.perf_counter()
         payload = self._engine.export_weights(recipe)
         exported = time.perf_counter()
-        sent = send(payload, RolloutLink(rollout, timeout_s), buffer_mb * 2**20)
+        sent = send(payload, RolloutLink(rollout, limit_of(deadlines, "sync_s")), buffer_mb * 2**20)
         record = {"version": payload.version, "scales": payload.kv_scales, "fingerprints": payload.fingerprints}
         # Offloading gives back what nobody holds, and this is a whole model in the device's memory.
         del payload
@@ -175,6 +183,9 @@ class TrainerActor:
 
     def report(self) -> EngineReport:
         return self._engine.report()
+
+    def offload(self) -> None:
+        self._engine.offload()
 
     def score(self, batch: RolloutBatch, offenders: int) -> tuple[Metrics, tuple[TokenOffence, ...], Tensor]:
         """Three results: metrics, the `offenders` tokens on which the engines disagree most, and p itself."""
@@ -210,6 +221,6 @@ class TrainerActor:
         """Publish the state of all ranks and `extra` files as one checkpoint; returns the manifest."""
         return publish(self._ranks, self._own, store, run, step, extra, meta).model_dump()
 
-    def restore(self, store: tuple[str, Mapping[str, Any]], run: str) -> dict[str, Any]:
+    def restore(self, store: tuple[str, Mapping[str, Any]], run: str, step: int | None = None) -> dict[str, Any]:
         """See `tasks.rank_checkpoint.restore`; returns the manifest."""
-        return restore(self._ranks, self._own, store, run).model_dump()
+        return restore(self._ranks, self._own, store, run, step).model_dump()

@@ -6,15 +6,16 @@ from prefect import task
 from ray import ObjectRef
 
 from conf.schema import Calibration
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
+from tasks.calls import TASK_OPTIONS, Engines, stopwatch
 
 
 @task(name="calibrate", **TASK_OPTIONS)
 def calibrate(engines: Engines, batch_ref: ObjectRef, policy: Calibration) -> dict[str, float]:
-    """Returns `calibration/*` and `time/calibrate_s`; without calibration only a time of 0."""
-    if not policy.enabled:
+    """Returns `calibration/*` and `time/calibrate_s`; only a time of 0 where no step calibrates."""
+    if not policy.enabled or policy.refresh != "step":
         return {"time/calibrate_s": 0.0}
     with stopwatch() as watch:
         ref = engines.trainer.calibrate_on_batch.remote(batch_ref, policy.max_sequences)
-        metrics: dict[str, float] = wait("calibrate", ref)
+        clock = engines.clock("calibrate_s")
+        metrics: dict[str, float] = engines.answer("calibrate", "trainer", ref, clock)
     return metrics | {"time/calibrate_s": watch.seconds}

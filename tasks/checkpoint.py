@@ -7,7 +7,7 @@ from typing import Any
 from prefect import task
 
 from infra.store import CheckpointStore
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
+from tasks.calls import TASK_OPTIONS, Engines, stopwatch
 
 
 @task(name="checkpoint", **TASK_OPTIONS)
@@ -25,6 +25,7 @@ def checkpoint(
     Returns `time/checkpoint_s`.
     """
     with stopwatch() as watch:
-        wait("checkpoint", engines.trainer.save.remote(target, run, step, files, meta))
+        ref = engines.trainer.save.remote(target, run, step, files, meta)
+        engines.answer("checkpoint", "trainer", ref, engines.clock("checkpoint_s"))
         CheckpointStore(*target).prune(run, keep_last)
     return {"time/checkpoint_s": watch.seconds}

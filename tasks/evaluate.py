@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prefect import task
 
 from tasks.background_grading import BackgroundGrading
@@ -22,11 +24,18 @@ def evaluate(
     version: int,
     max_new_tokens: int,
     metric: str,
-) -> dict[str, float]:
-    """Share of `examples` solved, under `metric`, and `time/eval_s`. The engine must hold `version`."""
+) -> dict[str, Any]:
+    """`metrics`: the share of `examples` solved, under `metric`, and `time/eval_s`; `solved`: 0 or 1 by example id.
+
+    The engine must hold `version`.
+    """
     with stopwatch() as watch, BackgroundGrading(grader, codec, examples) as grading:
         prompts = tuple(Prompt(e.id, codec.encode(e.prompt), (0,)) for e in examples)
         request = GenerateRequest(version, prompts, max_new_tokens, 1.0, codec.eos_token_ids, greedy=True)
-        generate("evaluate", engines, request, grading.submit)
+        generate("evaluate", engines, request, engines.clock("evaluate_s"), grading.submit)
         grades, _ = grading.results()
-    return {metric: sum(g.solved for g in grades) / len(grades), "time/eval_s": watch.seconds}
+    share = sum(g.solved for g in grades) / len(grades)
+    return {
+        "metrics": {metric: share, "time/eval_s": watch.seconds},
+        "solved": {example.id: int(grade.solved) for example, grade in zip(examples, grades, strict=True)},
+    }

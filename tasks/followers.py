@@ -99,10 +99,11 @@ def build_ranks(
     # Open until the engines have joined it: in between the port must not pass to anybody else.
     with closing(Meeting(host, wanted, limit)) as meeting:
         url = meeting.url
-        _, nodes = ranks.call("start", meeting.wait, lambda rank, peer: peer.arrive.remote(url, rank, limit))
+        _, nodes = ranks.call("start", "build_s", meeting.wait, lambda rank, peer: peer.arrive.remote(url, rank, limit))
         ranks.nodes = (node_id(), *(nodes[rank] for rank in range(1, wanted)))
         local, peaks = ranks.call(
             "build",
+            "build_s",
             lambda: builder(config, Path(model_dir), 0, url),
             lambda rank, peer: peer.build.remote(config, model_dir, rank, url),
         )

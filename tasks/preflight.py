@@ -13,7 +13,7 @@ from prefect import task
 from torch import Tensor
 
 from conf.schema import KvPrecision, KvPreflight, Problem, Recipe, RunConfig
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
+from tasks.calls import TASK_OPTIONS, Engines, stopwatch
 from tasks.data.examples import Dataset
 from tasks.data.tokens import TextCodec
 from tasks.engines.protocols import GenerateRequest, RolloutBatch, TokenRows
@@ -72,13 +72,14 @@ def preflight_reference(
         prompts = sampling_prompts(examples, codec, config.seed, _PREFLIGHT_STEP, 1)
         limit = min(settings.max_new_tokens or config.rollout.max_new_tokens, config.rollout.max_new_tokens)
         request = GenerateRequest(version, prompts, limit, config.rollout.temperature, codec.eos_token_ids)
-        _, batch_ref = generate("pre-flight (generate)", engines, request)
-        batch: RolloutBatch = wait("pre-flight (generate)", batch_ref)
+        clock = engines.clock("preflight_s")
+        _, batch_ref = generate("pre-flight (generate)", engines, request, clock)
+        batch: RolloutBatch = engines.answer("pre-flight (generate)", "rollout", batch_ref, clock)
         # A sequence that fills the model's positions is scored without its last token: see `logprobs` of vLLM.
         rows = TokenRows(batch.tokens, batch.lengths.clamp(max=config.rollout.positions(codec.max_positions) - 1))
         # Not the log-probabilities of sampling, which are of another temperature and, on a GPU, of another kernel.
         ref = engines.rollout.logprobs.remote(version, rows, batch.prompt_lengths)
-        logprobs = wait("pre-flight (score, BF16 cache)", ref)
+        logprobs = engines.answer("pre-flight (score, BF16 cache)", "rollout", ref, clock)
     return Reference(rows, batch.prompt_lengths, logprobs, watch.seconds)
 
 
@@ -90,7 +91,8 @@ def preflight_compare(engines: Engines, reference: Reference, version: int) -> d
     """
     with stopwatch() as watch:
         ref = engines.rollout.logprobs.remote(version, reference.rows, reference.prompt_lengths)
-        logprobs = wait("pre-flight (score, FP8 cache)", ref)
+        clock = engines.clock("preflight_s")
+        logprobs = engines.answer("pre-flight (score, FP8 cache)", "rollout", ref, clock)
     measured = cache_mismatch(logprobs, reference.logprobs, reference.mask)
     return measured | {"time/preflight_s": reference.seconds + watch.seconds}
 

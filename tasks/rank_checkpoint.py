@@ -64,6 +64,7 @@ def publish(
     attempt = store.begin(run, step)
     own, others = ranks.call(
         "checkpoint",
+        "checkpoint_s",
         lambda: stage_state(engine, target, run, attempt, extra),
         lambda _, peer: peer.stage.remote(target, run, attempt),
     )
@@ -92,6 +93,7 @@ def _copies(ranks: Ranks, target: Target, manifest: Manifest) -> Iterator[dict[i
     first = {rank: holders[node] for rank, node in enumerate(ranks.nodes)}
     own, others = ranks.call(
         "fetch a checkpoint",
+        "restore_s",
         lambda: fetch_copy(target, manifest),
         lambda rank, peer: peer.fetch.remote(target, manifest) if first[rank] == rank else None,
     )
@@ -100,6 +102,7 @@ def _copies(ranks: Ranks, target: Target, manifest: Manifest) -> Iterator[dict[i
         yield {rank: held[holder] for rank, holder in first.items()}
         ranks.call(
             "drop a fetched checkpoint",
+            "restore_s",
             lambda: None,
             lambda rank, peer: peer.drop.remote(held[rank]) if rank in others else None,
         )
@@ -107,13 +110,16 @@ def _copies(ranks: Ranks, target: Target, manifest: Manifest) -> Iterator[dict[i
         drop_copy(own)
 
 
-def restore(ranks: Ranks, engine: TrainerEngine, target: Target, run: str) -> Manifest:
+def restore(ranks: Ranks, engine: TrainerEngine, target: Target, run: str, step: int | None = None) -> Manifest:
     """Load the newest checkpoint whose content verifies on every machine, on all ranks; `engine` is rank 0's own.
 
+    `step`: that of the only checkpoint to consider, None for all.
     One that does not verify is skipped by all, with a warning; with none left this is an `EngineError`.
     """
     checkpoints, problems = CheckpointStore(*target), []
     for manifest in checkpoints.complete(run):
+        if step is not None and manifest.step != step:
+            continue
         with _copies(ranks, target, manifest) as copies:
             found = sorted({copy.problem for copy in copies.values() if copy.problem is not None})
             if not found:
@@ -128,6 +134,7 @@ def restore(ranks: Ranks, engine: TrainerEngine, target: Target, run: str) -> Ma
 def _load(ranks: Ranks, engine: TrainerEngine, copies: Mapping[int, Copy]) -> None:
     ranks.call(
         "restore",
+        "restore_s",
         lambda: engine.load(copies[0].state),
         lambda rank, peer: peer.follow.remote("load", (copies[rank].state,)),
     )

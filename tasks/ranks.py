@@ -19,11 +19,13 @@ from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from torch import Tensor
 from torch.distributed import DistError
 
-from conf.schema import Recipe
+from conf.schema import Deadlines, Recipe
+from tasks.deadlines import LateAnswer, LimitName, limit_of
+from tasks.deaths import told as told_death
 from tasks.engines.protocols import (
     EngineError,
     EngineReport,
@@ -50,6 +52,10 @@ another brings about."""
 
 class RankError(EngineError):
     """A rank of the trainer failed or died; the message names it."""
+
+
+class LateRankError(RankError, LateAnswer):
+    """A rank of the trainer did not answer in time; the message names it."""
 
 
 class _EngineThread:
@@ -83,7 +89,8 @@ class Ranks:
     `nodes`: the machine of each rank, as far as it is known; ranks on one share its disk.
     """
 
-    def __init__(self, peers: Sequence[ActorHandle] = ()) -> None:
+    def __init__(self, peers: Sequence[ActorHandle] = (), deadlines: Deadlines | None = None) -> None:
+        self._deadlines = deadlines or Deadlines()
         self._peers = dict(enumerate(peers, 1))
         self._thread = _EngineThread() if peers else None
         self._failed: str | None = None
@@ -101,10 +108,11 @@ class Ranks:
             self._thread.close()
             self._failed = "closed"
 
-    def call(self, what: str, local: Callable[[], T], start: Start) -> tuple[T, dict[int, Any]]:
+    def call(self, what: str, name: LimitName, local: Callable[[], T], start: Start) -> tuple[T, dict[int, Any]]:
         """Run `local` here and what `start` starts on the others, all at the same time; their results by rank.
 
         `RankError` when one fails or dies: at once, whatever the others are waiting for, and for every later call.
+        `LateRankError` names those that take longer than the deadline `name`; without others there is none here.
         """
         if self._thread is None:
             return local(), {}
@@ -113,9 +121,13 @@ class Ranks:
         refs = {rank: ref for rank, peer in self._peers.items() if (ref := start(rank, peer)) is not None}
         futures: dict[int, Future[Any]] = {0: self._thread.submit(local)}
         futures |= {rank: ref.future() for rank, ref in refs.items()}
-        errors = _outcome(futures)
+        limit = limit_of(self._deadlines, name)
+        errors = _outcome(futures, limit.seconds)
+        silent = sorted(rank for rank, future in futures.items() if not future.done())
         if errors:
-            self._fail(what, errors, sorted(rank for rank, future in futures.items() if not future.done()))
+            self._fail(what, errors, silent)
+        if silent:
+            self._give_up(f"{_named(silent)} of {self.size}, {what}: {limit.missed()}")
         return futures[0].result(), {rank: futures[rank].result() for rank in refs}
 
     def _fail(self, what: str, errors: Mapping[int, BaseException], silent: Sequence[int]) -> None:
@@ -128,16 +140,26 @@ class Ranks:
         message = "; ".join(f"{_named(ranks)} of {self.size}, {what}: {text}" for text, ranks in told.items())
         if silent and least == _CONSEQUENCE:
             message += f" (no answer from {_named(silent)})"
+        self._end(message)
+        raise RankError(message) from next(error for error in errors.values() if _weight(error) == least)
+
+    def _give_up(self, message: str) -> None:
+        self._end(message)
+        raise LateRankError(message)
+
+    def _end(self, message: str) -> None:
         self._failed = message
         # What they wait for will not come, and on a GPU they wait at full power.
         for peer in self._peers.values():
             ray.kill(peer)
-        raise RankError(message) from next(error for error in errors.values() if _weight(error) == least)
 
 
-def _outcome(futures: Mapping[int, Future[Any]]) -> dict[int, BaseException]:
-    """Errors by rank once all have ended, or once one has failed and the reason is known; empty: all went well."""
-    wait_for(futures.values(), return_when=FIRST_EXCEPTION)
+def _outcome(futures: Mapping[int, Future[Any]], limit_s: float) -> dict[int, BaseException]:
+    """Errors by rank once all have ended, or once one has failed and the reason is known.
+
+    Empty: no error within `limit_s` seconds; who has not ended by then is late.
+    """
+    wait_for(futures.values(), timeout=limit_s, return_when=FIRST_EXCEPTION)
     start = time.monotonic()
     while True:
         errors = {rank: error for rank, f in futures.items() if f.done() and (error := f.exception()) is not None}
@@ -170,8 +192,7 @@ def _cause(error: BaseException) -> BaseException:
 
 def _described(error: BaseException) -> str:
     if isinstance(error, RayActorError):
-        what = "it cannot be reached" if isinstance(error, ActorUnavailableError) else "its process died"
-        return f"{what}: {error}"
+        return told_death(error, "its")
     cause = _cause(error)
     return f"{type(cause).__name__}: {cause}"
 
@@ -191,34 +212,34 @@ class LedEngine:
         return self._local.version
 
     def export_weights(self, recipe: Recipe) -> SyncPayload:
-        return self._all("export_weights", self._local.export_weights, recipe)
+        return self._all("export_weights", "sync_s", self._local.export_weights, recipe)
 
     def score(self, batch: RolloutBatch) -> Scores:
-        return self._all("score", self._local.score, batch)
+        return self._all("score", "score_s", self._local.score, batch)
 
     def train(self, batch: RolloutBatch, logprobs: Tensor, advantages: Tensor) -> dict[str, float]:
-        return self._all("train", self._local.train, batch, logprobs, advantages)
+        return self._all("train", "train_s", self._local.train, batch, logprobs, advantages)
 
     def calibrate(self, rows: TokenRows) -> dict[str, float]:
-        return self._all("calibrate", self._local.calibrate, rows)
+        return self._all("calibrate", "calibrate_s", self._local.calibrate, rows)
 
     def report(self) -> EngineReport:
-        return self._all("report", self._local.report)
+        return self._all("report", "sync_s", self._local.report)
 
     def offload(self) -> None:
-        self._all("offload", self._local.offload)
+        self._all("offload", "sleep_s", self._local.offload)
 
     def save(self, directory: Path) -> None:
-        self._all("save", self._local.save, directory)
+        self._all("save", "checkpoint_s", self._local.save, directory)
 
     def load(self, directory: Path) -> None:
-        self._all("load", self._local.load, directory)
+        self._all("load", "restore_s", self._local.load, directory)
 
-    def _all(self, method: str, local: Callable[..., T], *arguments: Any) -> T:
+    def _all(self, method: str, name: LimitName, local: Callable[..., T], *arguments: Any) -> T:
         # Once in the object store, however many ranks there are.
         shared = ray.put(arguments)
         result, peaks = self._ranks.call(
-            method, lambda: local(*arguments), lambda _, peer: peer.follow.remote(method, shared)
+            method, name, lambda: local(*arguments), lambda _, peer: peer.follow.remote(method, shared)
         )
         self._ranks.peak_gb = max(self._ranks.peak_gb, *peaks.values())
         return result

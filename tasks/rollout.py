@@ -10,9 +10,10 @@ from prefect import task
 from ray import ObjectRef
 
 from conf.schema import RunConfig, VllmRollout
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
+from tasks.calls import TASK_OPTIONS, Engines, stopwatch
 from tasks.data.examples import Example
 from tasks.data.tokens import TextCodec
+from tasks.deadlines import Clock
 from tasks.engines.protocols import FinishedGroup, GenerateRequest, Prompt
 from tasks.numerics.logprobs import sample_seed
 
@@ -35,27 +36,34 @@ def put_to_sleep(engines: Engines, config: RunConfig) -> dict[str, float]:
     if not isinstance(config.rollout, VllmRollout) or not config.rollout.sleep_level:
         return {}
     with stopwatch() as slept:
-        wait("sleep", engines.rollout.sleep.remote(), config.cluster.sync_timeout_s)
+        engines.answer("sleep", "rollout", engines.rollout.sleep.remote(), engines.clock("sleep_s"))
     return {"time/sleep_s": slept.seconds}
 
 
 def generate(
-    phase: str, engines: Engines, request: GenerateRequest, finished: Callable[[FinishedGroup], None] | None = None
+    phase: str,
+    engines: Engines,
+    request: GenerateRequest,
+    clock: Clock,
+    finished: Callable[[FinishedGroup], None] | None = None,
 ) -> tuple[dict[str, float], ObjectRef]:
     """Sample, and hand each group to `finished` as it ends; any failure is a `PhaseError` that names the phase.
 
-    Returns counts, and a reference to the batch, which stays in the object store.
+    `clock`: for all of it. Returns counts, and a reference to the batch, which stays in the object store.
     """
     stream, missing = engines.rollout.generate.remote(request), len(request.prompts)
     while missing:
-        groups: tuple[FinishedGroup, ...] = wait(phase, next(stream))
+        ref = engines.following(phase, "rollout", stream, clock)
+        groups: tuple[FinishedGroup, ...] = engines.answer(phase, "rollout", ref, clock)
         missing -= len(groups)
         if finished is not None:
             for group in groups:
                 finished(group)
     # Batch and counts; after a failure its error is the last.
-    rest = list(stream)
-    return wait(phase, rest[-1]), rest[0]
+    rest = []
+    while (ref := engines.following(phase, "rollout", stream, clock)) is not None:
+        rest.append(ref)
+    return engines.answer(phase, "rollout", rest[-1], clock), rest[0]
 
 
 @task(name="rollout", **TASK_OPTIONS)
@@ -66,7 +74,7 @@ def rollout(engines: Engines, request: GenerateRequest, finished: Callable[[Fini
     which stay in the object store.
     """
     with stopwatch() as watch:
-        counts, batch_ref = generate("rollout", engines, request, finished)
+        counts, batch_ref = generate("rollout", engines, request, engines.clock("generate_s"), finished)
     return {"counts": counts, "seconds": watch.seconds, "ended": time.perf_counter(), "batch": batch_ref}
 
 

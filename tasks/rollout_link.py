@@ -9,16 +9,22 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from tasks.deadlines import LateAnswer, Limit
+from tasks.deaths import told
 from tasks.engines.protocols import SyncError, SyncHeader
 from tasks.engines.transport import Chunk
 
 
-class RolloutLink:
-    """See `tasks.engines.transport.Receiver`. Each call is answered within `timeout_s` seconds or is a `SyncError`."""
+class LateSyncError(SyncError, LateAnswer):
+    """The rollout engine did not answer in time."""
 
-    def __init__(self, rollout: ActorHandle, timeout_s: float) -> None:
+
+class RolloutLink:
+    """See `tasks.engines.transport.Receiver`. Each call is answered within `limit` or is a `SyncError`."""
+
+    def __init__(self, rollout: ActorHandle, limit: Limit) -> None:
         self._rollout = rollout
-        self._timeout_s = timeout_s
+        self._limit = limit
         self._chunks = 0
 
     def begin(self, header: SyncHeader) -> str | None:
@@ -35,14 +41,14 @@ class RolloutLink:
 
     def _answer(self, stage: str, ref: Any) -> Any:
         try:
-            return ray.get(ref, timeout=self._timeout_s)
+            return ray.get(ref, timeout=self._limit.seconds)
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
             raise SyncError(f"{stage}: {cause}") from error
         except RayActorError as error:
-            raise SyncError(f"{stage}: the rollout engine's process died: {error}") from error
+            death = told(error, "the rollout engine's")
+            raise SyncError(f"{stage}: {death}") from error
         except GetTimeoutError as error:
-            limit = f"cluster.sync_timeout_s = {self._timeout_s:g}"
-            raise SyncError(f"{stage}: the rollout engine did not answer within {limit}") from error
+            raise LateSyncError(f"{stage}: the rollout engine: {self._limit.missed()}") from error
         except RayError as error:
             raise SyncError(f"{stage}: {type(error).__name__}: {error}") from error

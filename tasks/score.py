@@ -7,7 +7,7 @@ from typing import Any
 from prefect import task
 from ray import ObjectRef
 
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
+from tasks.calls import TASK_OPTIONS, Engines, stopwatch
 
 
 @task(name="score", **TASK_OPTIONS)
@@ -18,11 +18,13 @@ def score(engines: Engines, batch_ref: ObjectRef, offenders: int) -> dict[str, A
     with stopwatch() as watch:
         refs = engines.trainer.score.options(num_returns=3).remote(batch_ref, offenders)
         metrics_ref, offenders_ref, logprobs_ref = refs
-        metrics = wait("score", metrics_ref)
+        clock = engines.clock("score_s")
+        metrics = engines.answer("score", "trainer", metrics_ref, clock)
+        found = engines.answer("score", "trainer", offenders_ref, clock)
     tokens = metrics.pop("tokens")
     return {
         "metrics": metrics | {"time/score_s": watch.seconds},
         "tokens": tokens,
         "logprobs": logprobs_ref,
-        "offenders": wait("score", offenders_ref),
+        "offenders": found,
     }

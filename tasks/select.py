@@ -13,6 +13,7 @@ from torch import Tensor
 
 from conf.schema import Algorithm
 from tasks.calls import TASK_OPTIONS, PhaseError, stopwatch, wait
+from tasks.deadlines import Clock
 from tasks.engines.batches import gather_groups
 from tasks.numerics.advantage import AdvantageSettings, advantages, zero_variance
 
@@ -45,17 +46,20 @@ def choose_groups(rewards: list[Tensor], wanted: int, only_informative: bool) ->
 
 
 @task(name="select", **TASK_OPTIONS)
-def select(batch_refs: list[ObjectRef], graded: list[dict[str, Any]], algorithm: Algorithm) -> dict[str, Any]:
+def select(
+    batch_refs: list[ObjectRef], graded: list[dict[str, Any]], algorithm: Algorithm, clock: Clock
+) -> dict[str, Any]:
     """One batch of `algorithm.prompts_per_step` groups from all that was sampled.
 
-    `graded`: what `tasks.reward` returned for each of `batch_refs`. Returns `batch` (a reference), `advantages`
+    `graded`: what `tasks.reward` returned for each of `batch_refs`; `clock`: for their batches to come. Returns
+    `batch` (a reference), `advantages`
     fp64 `[samples]`, `metrics` and `seconds`; errors as in `selection`.
     """
     with stopwatch() as watch:
         choice, values = selection(graded, algorithm)
         batch_ref = batch_refs[0]
         if len(batch_refs) > 1:
-            batches = [wait("select", ref) for ref in batch_refs]
+            batches = [wait("select", ref, clock) for ref in batch_refs]
             batch_ref = ray.put(gather_groups(batches, choice.groups, algorithm.group_size))
     metrics = selection_metrics(graded, choice, algorithm)
     return {"batch": batch_ref, "advantages": values, "metrics": metrics, "seconds": watch.seconds}

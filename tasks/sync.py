@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prefect import task
 
 from conf.schema import Cluster, Recipe
 from tasks.audit import audit
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
+from tasks.calls import TASK_OPTIONS, Engines, stopwatch
 
 
 @task(name="scale-sync", **TASK_OPTIONS)
-def sync(engines: Engines, recipe: Recipe, expected_linears: tuple[str, ...], cluster: Cluster) -> dict[str, float]:
+def sync(engines: Engines, recipe: Recipe, expected_linears: tuple[str, ...], cluster: Cluster) -> dict[str, Any]:
     """Export once, install, read back and audit. Weights go from actor to actor, never through this process.
 
-    Each half ends within twice `cluster.sync_timeout_s`, whatever hangs. Returns `time/sync_s`, its parts, the
-    version that the rollout engine now holds, and its memory figures.
+    Each half ends within twice `deadlines.sync_s`, whatever hangs. Returns `time/sync_s`, its parts, the
+    version that the rollout engine now holds, its memory figures, and `scales`, those of Q, K and V that were sent.
     """
-    # The trainer's own limit holds for each answer of the rollout engine; this one is for the trainer itself.
-    limit = 2 * cluster.sync_timeout_s
     with stopwatch() as watch:
         call = engines.trainer.send_weights
-        ref = call.remote(recipe, engines.rollout, cluster.sync_buffer_mb, cluster.sync_timeout_s)
-        sent = wait("sync (transfer)", ref, limit)
-        report = wait("sync (read-back)", engines.rollout.report.remote(), limit)
+        # The trainer's own limit holds for each answer of the rollout engine; this one is for the trainer itself.
+        clock = engines.clock("sync_s", times=2)
+        ref = call.remote(recipe, engines.rollout, cluster.sync_buffer_mb, engines.deadlines)
+        sent = engines.answer("sync (transfer)", "trainer", ref, clock)
+        clock = engines.clock("sync_s", times=2)
+        report = engines.answer("sync (read-back)", "rollout", engines.rollout.report.remote(), clock)
         audit(report, sent, recipe, expected_linears)
-    return {"time/sync_s": watch.seconds, "version": sent["version"]} | sent["metrics"] | report.memory
+    held = {"version": sent["version"], "scales": sent["scales"]}
+    return {"time/sync_s": watch.seconds} | held | sent["metrics"] | report.memory

@@ -6,12 +6,13 @@ from prefect import task
 from ray import ObjectRef
 from torch import Tensor
 
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch, wait
+from tasks.calls import TASK_OPTIONS, Engines, stopwatch
 
 
 @task(name="train", **TASK_OPTIONS)
 def train(engines: Engines, batch_ref: ObjectRef, logprobs_ref: ObjectRef, advantages: Tensor) -> dict[str, float]:
     """Update the policy. Never retried: a repeated optimiser step is another run."""
     with stopwatch() as watch:
-        metrics: dict[str, float] = wait("train", engines.trainer.train.remote(batch_ref, logprobs_ref, advantages))
+        ref = engines.trainer.train.remote(batch_ref, logprobs_ref, advantages)
+        metrics: dict[str, float] = engines.answer("train", "trainer", ref, engines.clock("train_s"))
     return metrics | {"time/train_s": watch.seconds}

@@ -24,6 +24,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "s3: needs the S3 server of the s3_server fixture")
 
 
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """A test that calls a command in this process leaves none of the variables behind that commands set.
+
+    Ray's, say: with a token of the user at hand a later test's local Ray would ask its own driver for it in vain.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[SeaweedServer]:
     """One S3 server for the whole session; take a prefix of your own in its bucket."""

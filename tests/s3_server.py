@@ -100,6 +100,8 @@ class SeaweedServer:
             "-master.telemetry=false",
             "-master.volumeSizeLimitMB=64",
             "-volume.max=40",
+            # By default a disk with less than 1 % free takes no volume, however large that 1 % is.
+            "-volume.minFreeSpace=16MiB",
             "-filer",
             f"-filer.localSocket={folder / 'filer.sock'}",
             "-s3",

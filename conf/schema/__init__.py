@@ -4,23 +4,29 @@ from conf.schema.algorithm import Algorithm, DynamicSampling, Overlong
 from conf.schema.base import Problem, Refusal, Section
 from conf.schema.benchmark import Benchmark
 from conf.schema.correction import Correction, RejectionRule
-from conf.schema.data import Data, JsonlData, ReasoningGymData
+from conf.schema.data import Data, JsonlData, ReasoningGymData, SyntheticData
+from conf.schema.deadlines import Deadlines
 from conf.schema.engines import KvPreflight, Rollout, TorchRollout, VllmRollout
 from conf.schema.environment import Cluster, Storage, Tracking
 from conf.schema.model import Experts, LatentAttention, Model, RopeScaling, TinyArchitecture, WarmStart
 from conf.schema.recipe import Calibration, KvPrecision, LinearPrecision, Recipe
 from conf.schema.run import RunConfig
+from conf.schema.sweep import Bootstrap, Corridor, Gates, Prices, Sweep, Tolerance
 from conf.schema.trainers import LrSchedule, MegatronTrainer, Optimizer, TorchTrainer, Trainer
 
 __all__ = [
     "Algorithm",
     "Benchmark",
+    "Bootstrap",
     "Calibration",
     "Cluster",
     "Correction",
+    "Corridor",
     "Data",
+    "Deadlines",
     "DynamicSampling",
     "Experts",
+    "Gates",
     "JsonlData",
     "KvPrecision",
     "KvPreflight",
@@ -31,6 +37,7 @@ __all__ = [
     "Model",
     "Optimizer",
     "Overlong",
+    "Prices",
     "Problem",
     "ReasoningGymData",
     "Recipe",
@@ -41,7 +48,10 @@ __all__ = [
     "RunConfig",
     "Section",
     "Storage",
+    "Sweep",
+    "SyntheticData",
     "TinyArchitecture",
+    "Tolerance",
     "TorchRollout",
     "TorchTrainer",
     "Tracking",

@@ -31,6 +31,11 @@ def show(value: object) -> str:
         return repr(value)
 
 
+def counted(number: float, what: str) -> str:
+    """`1 GPU`, `2 GPUs`."""
+    return f"{number:g} {what}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One refused value. `key` is dotted; inside a section it is relative to that section."""

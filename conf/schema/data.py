@@ -77,4 +77,20 @@ class JsonlData(_Split):
         return value
 
 
-Data = Annotated[ReasoningGymData | JsonlData, Field(discriminator="kind")]
+class SyntheticData(_Split):
+    """Random prompts and rewards, to measure what a step costs; nothing can be learned from them."""
+
+    kind: Literal["synthetic"] = "synthetic"
+    """Tells this source from the others."""
+
+    prompt_digits: int = Field(default=128, ge=4)
+    """Digits of a prompt (>= 4); one token each in tokenizers that split numbers, as Qwen's does."""
+
+    reward_share: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Share of completions that score 1, by a hash of prompt and completion (0 < x < 1); the others score 0."""
+
+    pool_size: int = Field(default=4096, ge=2)
+    """Prompts drawn before duplicates collapse (prompts, >= 2)."""
+
+
+Data = Annotated[ReasoningGymData | JsonlData | SyntheticData, Field(discriminator="kind")]

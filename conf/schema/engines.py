@@ -195,13 +195,20 @@ class VllmRollout(_Sampling):
 
     sleep_level: Literal[0, 1, 2] = 0
     """What the device's memory is after sampling, until the next sync: 0 kept, 1 given back with the weights in host
-    memory, 2 given back and the weights dropped. GPU only."""
+    memory, 2 given back and the weights dropped. GPU only. null in a run's configuration: 2 where cluster.share_gpus
+    puts both engines on one GPU, 0 elsewhere."""
 
     engine_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Further arguments of vLLM's engine, by vLLM's names. They win over this engine's own, never over the recipe."""
 
     def positions(self, model: int) -> int:
         return min(model, self.max_model_len or model)
+
+    @field_validator("sleep_level", mode="before")
+    @classmethod
+    def _null_is_no_sleep(cls, value: Any) -> Any:
+        """Outside a run's configuration, which has filled it in."""
+        return 0 if value is None else value
 
     @field_validator("kv_cache_memory_bytes")
     @classmethod

@@ -11,8 +11,9 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
 from conf.schema.base import Problem, Refusal, Section
 
-_ADDRESS: Final = re.compile(r"auto|(ray://)?[A-Za-z0-9._-]+:[0-9]{1,5}")
-_ADDRESS_FORMS: Final = "HOST:PORT, ray://HOST:PORT or auto"
+_ADDRESS: Final = re.compile(r"auto|[A-Za-z0-9._-]+:[0-9]{1,5}")
+_ADDRESS_FORMS: Final = "HOST:PORT or auto, on a machine of the cluster"
+_EXECUTABLE: Final = re.compile(r"/[A-Za-z0-9._+/-]+")
 _TRACKING_SCHEMES: Final = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
 _PROTOCOL: Final = re.compile(r"[A-Za-z][\w+.-]+:")
 _URL_FORMS: Final = "a local path, file://PATH or s3://BUCKET/PREFIX"
@@ -26,7 +27,22 @@ class Cluster(Section):
     """local: started for the run on loopback, stopped with it. existing: joined, left running."""
 
     address: str | None = None
-    """Address of the existing cluster; null for a local one."""
+    """Address of the existing cluster, as its own machines have it; null for a local one. A run sits on one of them:
+    Ray's client (ray://) has no streaming actor methods, through which samples arrive."""
+
+    worker_python: str | None = None
+    """Python executable of the engines' actors (absolute path, the same on each node), so that they need not have the
+    driver's packages, nor it theirs. Its Python (major and minor) and Ray must be the driver's. null: the driver's own
+    for a local cluster, and for an existing one that with which each node's Ray was started."""
+
+    @field_validator("worker_python")
+    @classmethod
+    def _one_executable(cls, value: str | None) -> str | None:
+        # Ray puts it into a shell's command line as it is.
+        if value is not None and not _EXECUTABLE.fullmatch(value):
+            allowed = "an absolute path of letters, digits and . _ + - /, such as /opt/engines/bin/python; or null"
+            raise Refusal(Problem("worker_python", value, "not the path of an executable", allowed))
+        return value
 
     num_cpus: int = Field(default=2, ge=1)
     """CPU slots of a local Ray (>= 1)."""
@@ -36,6 +52,10 @@ class Cluster(Section):
 
     startup_timeout_s: float = Field(default=120.0, gt=0.0)
     """Longest wait for Ray and for the engines' actors to start (seconds, > 0)."""
+
+    share_gpus: bool = False
+    """Whether the rollout engine shares a GPU with a rank of the trainer also where there are enough for both. Phases
+    hand the memory over (rollout.sleep_level, trainer.offload). Engines that compute on CPU have nothing to share."""
 
     rollout_gpus: float | None = Field(default=None, ge=0.0)
     """GPUs that Ray reserves for the rollout engine (>= 0; a fraction shares one); null: 1 for vLLM, if any."""
@@ -74,9 +94,6 @@ class Cluster(Section):
     sync_buffer_mb: int = Field(default=128, ge=1)
     """Largest chunk in which weights travel to the rollout engine; two are under way at once (MiB, >= 1)."""
 
-    sync_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Longest wait for each answer of the rollout engine in a sync (seconds, > 0)."""
-
     @field_validator("address")
     @classmethod
     def _address_fits_kind(cls, value: str | None, info: ValidationInfo) -> str | None:
@@ -90,6 +107,9 @@ class Cluster(Section):
                     "null, or cluster=existing with this address",
                 )
             )
+        if value is not None and value.startswith("ray://"):
+            what = "Ray's client cannot stream samples from an actor"
+            raise Refusal(Problem("address", value, what, _ADDRESS_FORMS))
         if kind == "existing" and (value is None or not _ADDRESS.fullmatch(value)):
             raise Refusal(Problem("address", value, "not the address of a Ray cluster", _ADDRESS_FORMS))
         return value
@@ -109,6 +129,9 @@ class Tracking(Section):
 
     top_tokens: int = Field(default=10, ge=0)
     """Tokens of each step with the largest mismatch that are kept with their text (tokens, >= 0; 0 keeps none)."""
+
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tags of the run in MLflow beside its own, such as sweep_id, which puts it into a sweep's comparison."""
 
     @field_validator("uri")
     @classmethod

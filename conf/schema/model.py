@@ -18,6 +18,9 @@ from conf.schema.base import ListAsTuple, Problem, Refusal, Section
 
 TINY_NAME: Final = "tiny_qwen3"
 LOCAL_NAME: Final = "local"
+PREPARED_NAMES: Final = ("smollm2_135m",)
+"""Models whose folder `fp8-grpo prepare` writes."""
+
 _LATER: Final = frozenset({"norm_eps", "qk_norm", "rope_scaling", "experts", "latent_attention"})
 _MODEL_CHOICES: Final = "a folder with config.json, a tokenizer and *.safetensors, or model=tiny_qwen3"
 

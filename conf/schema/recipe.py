@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
 
 from conf.schema.base import ListAsTuple, Problem, Refusal, Section
 
@@ -90,10 +90,14 @@ class KvPrecision(Section):
 
 
 class Calibration(Section):
-    """Policy for the static Q, K and V scales: margin * amax / 448, measured by the trainer each step."""
+    """Policy for the static Q, K and V scales: margin * amax / 448, measured by the trainer."""
 
     enabled: bool = False
-    """Whether scales are measured at the start and after every step; an FP8 KV cache needs it."""
+    """Whether there are scales, from the bootstrap on; an FP8 KV cache needs them."""
+
+    refresh: Literal["step", "once", "never"] = "step"
+    """When scales are measured: at the start and after every step; once, by the bootstrap, and kept; or never, which
+    leaves each of Q, K and V at scale 1 (the last two to show what calibration is worth)."""
 
     margin: float = Field(default=1.05, ge=1.0)
     """Head room over the measured amax (factor, >= 1)."""
@@ -109,6 +113,12 @@ class Calibration(Section):
 
     max_tokens_per_sequence: int | None = Field(default=None, ge=1)
     """Tokens of a sequence that are measured, at most, spread over its length (tokens, >= 1; null is all)."""
+
+    @model_serializer(mode="wrap")
+    def _without_later_keys_at_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """`refresh`, which runs of earlier versions did not record, stays out of dumps and digests at its default."""
+        dumped: dict[str, Any] = handler(self)
+        return {key: value for key, value in dumped.items() if key != "refresh" or value != "step"}
 
 
 class Recipe(Section):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from conf.schema.algorithm import Algorithm, nearest_divisor
 from conf.schema.base import Problem, Refusal, Section
 from conf.schema.benchmark import Benchmark
 from conf.schema.correction import Correction
-from conf.schema.data import Data
+from conf.schema.data import Data, SyntheticData
+from conf.schema.deadlines import Deadlines
 from conf.schema.engines import Rollout, VllmRollout
 from conf.schema.environment import Cluster, Storage, Tracking
 from conf.schema.megatron import architecture_sizes, megatron_problems, split_problems
 from conf.schema.model import Model
 from conf.schema.recipe import Recipe
+from conf.schema.sharing import sharing_problems, with_what_sharing_decides
+from conf.schema.sweep import Sweep
 from conf.schema.trainers import MegatronTrainer, TorchTrainer, Trainer
 from conf.schema.vllm import stale_scale_problems, vllm_problems
 
@@ -59,6 +63,9 @@ class RunConfig(Section):
     cluster: Cluster
     """The Ray cluster."""
 
+    deadlines: Deadlines
+    """Longest waits for the engines."""
+
     tracking: Tracking
     """MLflow."""
 
@@ -67,6 +74,9 @@ class RunConfig(Section):
 
     benchmark: Benchmark
     """What fp8-grpo benchmark measures; a training run does not read it."""
+
+    sweep: Sweep
+    """What fp8-grpo sweep runs and how it is judged; a training run does not read it."""
 
     steps: int = Field(default=20, ge=1)
     """Training steps (>= 1)."""
@@ -77,17 +87,34 @@ class RunConfig(Section):
     eval_every: int = Field(default=5, ge=1)
     """Steps between evaluations (>= 1); there is one at step 0 and one at the end besides."""
 
-    checkpoint_every: int = Field(default=5, ge=1)
-    """Steps between checkpoints (>= 1); there is one at the end besides."""
+    checkpoint_every: int | None = Field(default=5, ge=1)
+    """Steps between checkpoints (>= 1), with one at the end besides; null makes none, and nothing can be resumed."""
 
     runs_dir: str = Field(default="runs", min_length=1)
     """Folder of journals, reports, caches and the default tracking store."""
+
+    allocation_s: float | None = Field(default=None, gt=0.0)
+    """Wall time that this call may take, from the start of its process (seconds, > 0): before it is over the run stops
+    after a step, with a checkpoint (exit code 3), and resume goes on; one step is done in any case. null: no limit."""
+
+    @field_validator("allocation_s")
+    @classmethod
+    def _a_stopped_run_can_go_on(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("checkpoint_every", 1) is None:
+            wrong = "checkpoint_every is null: a run that stops before its end could not go on"
+            raise Refusal(Problem("allocation_s", value, wrong, "null, or checkpoint_every=STEPS"))
+        return value
 
     run_name: RunName | None = None
     """Name of the run (letters, digits, `.`, `_`, `-`; no leading dot; not never or auto); null makes one."""
 
     resume: Resume = "never"
     """never starts anew, auto continues the newest complete checkpoint, a run's name continues that run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_sharing_decides(cls, raw: Any) -> Any:
+        return with_what_sharing_decides(raw) if isinstance(raw, Mapping) else raw
 
     @field_validator("correction")
     @classmethod
@@ -137,6 +164,15 @@ class RunConfig(Section):
                 raise Refusal(*problems)
         return value
 
+    @field_validator("data")
+    @classmethod
+    def _a_warm_start_has_answers(cls, value: Data, info: ValidationInfo) -> Data:
+        model = info.data.get("model")
+        if value.kind == "synthetic" and isinstance(model, Model) and model.warm_start is not None:
+            wrong = "data.kind synthetic has no answers to learn from"
+            raise Refusal(Problem("model.warm_start", model.warm_start.model_dump(), wrong, "null, or other data"))
+        return value
+
     @field_validator("rollout")
     @classmethod
     def _answer_fits_context(cls, value: Rollout, info: ValidationInfo) -> Rollout:
@@ -153,6 +189,19 @@ class RunConfig(Section):
                 wrong = f"leaves a prompt no room in {what} {context}"
                 allowed = f"an integer from 1 to {context - 1}"
                 raise Refusal(Problem("rollout.max_new_tokens", value.max_new_tokens, wrong, allowed))
+        return value
+
+    @field_validator("rollout")
+    @classmethod
+    def _random_prompt_fits_context(cls, value: Rollout, info: ValidationInfo) -> Rollout:
+        data, model = info.data.get("data"), info.data.get("model")
+        if isinstance(data, SyntheticData) and isinstance(model, Model) and model.architecture is not None:
+            context = value.positions(model.architecture.max_position_embeddings)
+            room = context - value.max_new_tokens
+            if data.prompt_digits > room:
+                wrong = f"with rollout.max_new_tokens {value.max_new_tokens} it exceeds the model's {context} positions"
+                allowed = f"an integer from 4 to {room}" if room >= 4 else "a smaller rollout.max_new_tokens"
+                raise Refusal(Problem("data.prompt_digits", data.prompt_digits, wrong, allowed))
         return value
 
     @field_validator("rollout")
@@ -211,6 +260,16 @@ class RunConfig(Section):
         if value.trainer_gpus is not None and value.trainer_gpus <= 0.5:
             wrong = f"two of the {trainer.ranks} ranks (trainer.ranks) could share a GPU, which NCCL refuses"
             raise Refusal(Problem("cluster.trainer_gpus", value.trainer_gpus, wrong, "more than 0.5 up to 1, or null"))
+        return value
+
+    @field_validator("cluster")
+    @classmethod
+    def _engines_that_share_can(cls, value: Cluster, info: ValidationInfo) -> Cluster:
+        rollout, trainer = info.data.get("rollout"), info.data.get("trainer")
+        if rollout is not None and trainer is not None:
+            problems = tuple(sharing_problems(value, rollout, trainer))
+            if problems:
+                raise Refusal(*problems)
         return value
 
     @field_validator("run_name")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -144,7 +144,14 @@ class MegatronTrainer(Section):
     """Whether only kernels are used that repeat their results bit for bit."""
 
     offload: bool = False
-    """Whether masters, moments and parameters move to host memory while the rollout engine samples. GPU only."""
+    """Whether masters, moments and parameters move to host memory while the rollout engine samples. GPU only. null in a
+    run's configuration: where cluster.share_gpus puts both engines on one GPU."""
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def _null_is_no_offload(cls, value: Any) -> Any:
+        """Outside a run's configuration, which has filled it in."""
+        return False if value is None else value
 
     @property
     def model_parallel_size(self) -> int:
@@ -160,6 +167,11 @@ class MegatronTrainer(Section):
     def sequence_parallel(self) -> bool:
         """Whether norms and residuals are split over the tensor ranks, too."""
         return self.device == "gpu" and self.tensor_parallel_size > 1
+
+
+def trains_on_gpus(trainer: TorchTrainer | MegatronTrainer) -> bool:
+    """Whether the trainer's engine computes on GPUs; the PyTorch one never does."""
+    return isinstance(trainer, MegatronTrainer) and trainer.device == "gpu"
 
 
 Trainer = Annotated[TorchTrainer | MegatronTrainer, Field(discriminator="engine")]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tasks.data import jsonl, reasoning_gym
+from tasks.data import jsonl, reasoning_gym, synthetic
 from tasks.data.examples import DataError, Dataset, Example
 from tasks.data.split import is_eval
 
 if TYPE_CHECKING:
-    from conf.schema import JsonlData, ReasoningGymData
+    from conf.schema import JsonlData, ReasoningGymData, SyntheticData
 
 
-def load_dataset(config: ReasoningGymData | JsonlData) -> Dataset:
+def load_dataset(config: ReasoningGymData | JsonlData | SyntheticData) -> Dataset:
     """Read or make the examples and split them. The same for every run seed.
 
     Eval holds exactly `eval_prompts` examples, the ones with the smallest ids: a smaller eval set is part
@@ -23,6 +23,8 @@ def load_dataset(config: ReasoningGymData | JsonlData) -> Dataset:
     """
     if config.kind == "reasoning_gym":
         examples, grader = reasoning_gym.draw_examples(config), reasoning_gym.verifier(config)
+    elif config.kind == "synthetic":
+        examples, grader = synthetic.draw_examples(config), synthetic.verifier()
     else:
         examples, grader = jsonl.read_examples(config), jsonl.verifier()
     train = tuple(e for e in examples if not is_eval(e.id, config.eval_share))
@@ -31,8 +33,10 @@ def load_dataset(config: ReasoningGymData | JsonlData) -> Dataset:
     return Dataset(train=train, eval=tuple(held_out[: config.eval_prompts]), grader=grader)
 
 
-def _check_sizes(config: ReasoningGymData | JsonlData, examples: list[Example], train: int, held_out: int) -> None:
-    source = "data.pool_size" if config.kind == "reasoning_gym" else "data.path"
+def _check_sizes(
+    config: ReasoningGymData | JsonlData | SyntheticData, examples: list[Example], train: int, held_out: int
+) -> None:
+    source = "data.path" if config.kind == "jsonl" else "data.pool_size"
     counts = f"{len(examples)} distinct prompts at data.eval_share={config.eval_share}"
     if held_out < config.eval_prompts:
         raise DataError(

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,9 @@ from tasks.engines.tensor_files import TensorFiles, TensorFileWriter, form_bytes
 SHARD_BYTES = 5_000_000_000
 """Most bytes of a weight file; a larger tensor has one alone."""
 
+_CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
+_PRECISION, _PRECISION_KEYS = "bfloat16", ("dtype", "torch_dtype")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.index.json", "*.onnx")
 
 
@@ -36,7 +39,7 @@ def companions(model_dir: Path) -> tuple[Path, ...]:
 
     `EngineError` for a folder without config.json.
     """
-    if not (model_dir / "config.json").is_file():
+    if not (model_dir / _CONFIG).is_file():
         raise EngineError(f"{model_dir}: no config.json; allowed: the folder of a Hugging Face model")
     files = (path for path in sorted(model_dir.iterdir()) if path.is_file() and not path.name.startswith("."))
     return tuple(path for path in files if not any(path.match(pattern) for pattern in _WEIGHT_FILES))
@@ -47,8 +50,8 @@ def write_folder(
 ) -> WrittenFolder:
     """Write the model of `weights` (files of a checkpoint, by Hugging Face names) to `destination`, a new folder.
 
-    Weights are rounded to BF16, as the trainer computes with them, one at a time. `EngineError` names a tensor that the
-    model of `model_dir` does not have, or has in another shape.
+    Weights are rounded to BF16, as the trainer computes with them, one at a time, and config.json says so.
+    `EngineError` names a tensor that the model of `model_dir` does not have, or has in another shape.
     """
     others = companions(model_dir)
     with TensorFiles(weights) as tensors:
@@ -57,6 +60,7 @@ def write_folder(
         destination.mkdir()
         for path in others:
             shutil.copyfile(path, destination / path.name)
+        (destination / _CONFIG).write_text(_in_bf16((model_dir / _CONFIG).read_text(encoding="utf-8")))
         forms = {name: TensorForm(shape, torch.bfloat16) for name, shape in wanted.items()}
         shards = _shards(forms, shard_bytes)
         names = _file_names(len(shards))
@@ -72,6 +76,19 @@ def write_folder(
         index = {"metadata": {"total_size": size}, "weight_map": places}
         (destination / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return WrittenFolder(len(forms), size, names)
+
+
+def _in_bf16(config: str) -> str:
+    """The text of a config.json with BF16 as the precision of the model and of its parts.
+
+    Its old key where there is none: every version of transformers reads that.
+    """
+    model: dict[str, Any] = {"torch_dtype": None} | json.loads(config)
+    if "dtype" in model and model["torch_dtype"] is None:
+        del model["torch_dtype"]
+    for section in (model, *(part for part in model.values() if isinstance(part, dict))):
+        section.update({key: _PRECISION for key in _PRECISION_KEYS if key in section})
+    return json.dumps(model, indent=2) + "\n"
 
 
 def _check(found: Mapping[str, TensorForm], wanted: Mapping[str, tuple[int, ...]], model_dir: Path) -> None:

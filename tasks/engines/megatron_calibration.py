@@ -25,7 +25,7 @@ from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.kv_scales import PARTS
 from tasks.numerics.token_sample import TokenSample
 
-_STACKED = 2**25
+_STACKED = 2**27
 """Values of some layers that are held until they are shown together."""
 
 Select = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -129,7 +129,8 @@ class _Stack:
         for part, layers in self._held.items():
             chosen = range(self._first, self._first + len(layers))
             assert self._weights is not None
-            self._observer.observe_layers(chosen, part, torch.stack(layers), self._weights, self._heads)
+            together = torch.stack(layers) if len(layers) > 1 else layers[0].unsqueeze(0)
+            self._observer.observe_layers(chosen, part, together, self._weights, self._heads)
         self._held = {}
 
 

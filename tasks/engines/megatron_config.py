@@ -16,11 +16,11 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig
 
-from conf.schema import MegatronTrainer, Recipe
+from conf.schema import LinearPrecision, MegatronTrainer, Recipe
 from tasks.engines.megatron_names import ModelShape, Part
 from tasks.engines.protocols import EngineError
 
-KINDS: Final = ("qwen3", "qwen2", "llama", "qwen3_moe")
+KINDS: Final = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
 """Model types of config.json whose layers are mapped."""
 
 VOCABULARY_MULTIPLE: Final = 128
@@ -116,22 +116,7 @@ def plan_model(folder: Path, layout: Layout) -> ModelPlan:
         raise EngineError(f"{folder}/config.json: transformers cannot read this model: {error}") from error
     where = f"{folder}/config.json"
     _check_kind(hf, where)
-    experts = int(hf.num_experts) if hf.model_type == "qwen3_moe" else 0
-    multiple = VOCABULARY_MULTIPLE * layout.tensor
-    shape = ModelShape(
-        layers=hf.num_hidden_layers,
-        hidden=hf.hidden_size,
-        heads=hf.num_attention_heads,
-        groups=hf.num_key_value_heads or hf.num_attention_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        mlp=hf.moe_intermediate_size if experts else hf.intermediate_size,
-        vocabulary=hf.vocab_size,
-        padded_vocabulary=-(-hf.vocab_size // multiple) * multiple,
-        tied=bool(hf.tie_word_embeddings),
-        qkv_bias=hf.model_type == "qwen2",
-        qk_norm=hf.model_type in ("qwen3", "qwen3_moe"),
-        experts=experts,
-    )
+    shape = read_shape(hf, VOCABULARY_MULTIPLE * layout.tensor)
     check_layout(shape, layout)
     return ModelPlan(
         hf.model_type,
@@ -139,8 +124,27 @@ def plan_model(folder: Path, layout: Layout) -> ModelPlan:
         _rotary(hf, where),
         norm_eps=hf.rms_norm_eps,
         positions=hf.max_position_embeddings,
-        chosen_experts=int(hf.num_experts_per_tok) if experts else 0,
-        normalized_choice=bool(hf.norm_topk_prob) if experts else True,
+        chosen_experts=int(hf.num_experts_per_tok) if shape.experts else 0,
+        normalized_choice=bool(hf.norm_topk_prob) if shape.experts else True,
+    )
+
+
+def read_shape(hf: Any, vocabulary_multiple: int = 1) -> ModelShape:
+    """Dimensions of a transformers configuration of one of `KINDS`; rows of the vocabulary padded to a multiple."""
+    experts = int(hf.num_experts) if hf.model_type == "qwen3_moe" else 0
+    return ModelShape(
+        layers=hf.num_hidden_layers,
+        hidden=hf.hidden_size,
+        heads=hf.num_attention_heads,
+        groups=hf.num_key_value_heads or hf.num_attention_heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        mlp=hf.moe_intermediate_size if experts else hf.intermediate_size,
+        vocabulary=hf.vocab_size,
+        padded_vocabulary=-(-hf.vocab_size // vocabulary_multiple) * vocabulary_multiple,
+        tied=bool(hf.tie_word_embeddings),
+        qkv_bias=hf.model_type == "qwen2",
+        qk_norm=hf.model_type in ("qwen3", "qwen3_moe"),
+        experts=experts,
     )
 
 
@@ -156,6 +160,7 @@ def _check_kind(hf: Any, where: str) -> None:
         "attention_bias": False,
         "mlp_bias": False,
         "use_sliding_window": False,
+        "sliding_window": None,
         "attention_dropout": 0.0,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -249,20 +254,45 @@ def execution_arguments(trainer: MegatronTrainer) -> dict[str, Any]:
     return (whole if trainer.recompute == "full" else {}) | {"deterministic_mode": trainer.deterministic}
 
 
+_RECIPES: Final = {"block": "blockwise", "tensor": "tensorwise", "tensor_delayed": "delayed", "mxfp8": "mxfp8"}
+"""Megatron's names of Transformer Engine's recipes, by `scaling`."""
+
+
 def precision_arguments(recipe: Recipe, on_gpu: bool) -> Precision:
     """Megatron's arguments for the recipe's training side; `EngineError` for what it does not compute."""
     linears = recipe.training_linears
     if not linears.quantized:
         return Precision()
+    _refuse_what_is_not_computed(linears, on_gpu)
+    arguments: dict[str, Any] = {
+        "fp8": "e4m3" if linears.gradient_format == "e4m3" else "hybrid",
+        "fp8_recipe": _RECIPES[linears.scaling],
+        "fp8_param": False,
+        "fp8_dot_product_attention": False,
+        "fp8_multi_head_attention": False,
+    }
+    kept = linears.keep_first_layers, linears.keep_last_layers
+    if any(kept):
+        arguments |= {
+            "first_last_layers_bf16": True,
+            "num_layers_at_start_in_bf16": kept[0],
+            "num_layers_at_end_in_bf16": kept[1],
+        }
+    if linears.scaling == "tensor_delayed":
+        arguments |= {"fp8_amax_history_len": linears.amax_history, "fp8_amax_compute_algo": linears.amax_compute}
+    fp32 = "1" if linears.scale == "fp32" else "0"
+    return Precision(arguments, {FP32_SCALES: fp32} if linears.scaling == "block" else {})
+
+
+def _refuse_what_is_not_computed(linears: LinearPrecision, on_gpu: bool) -> None:
     key = "recipe.training_linears"
     if not on_gpu:
         raise EngineError(
             f"{key}.format = {linears.format}: trainer=megatron computes FP8 on GPUs only; allowed on CPU: bf16"
         )
-    recipes = {"block": "blockwise", "tensor": "tensorwise", "tensor_delayed": "delayed", "mxfp8": "mxfp8"}
-    if linears.scaling not in recipes:
+    if linears.scaling not in _RECIPES:
         raise EngineError(
-            f"{key}.scaling = {linears.scaling}: not in Transformer Engine; allowed: {', '.join(recipes)}"
+            f"{key}.scaling = {linears.scaling}: not in Transformer Engine; allowed: {', '.join(_RECIPES)}"
         )
     for name, value, allowed in (
         ("weight_block", list(linears.weight_block), [128, 128]),
@@ -277,26 +307,9 @@ def precision_arguments(recipe: Recipe, on_gpu: bool) -> Precision:
         )
     if linears.scaling != "block" and linears.scale != "fp32":
         raise EngineError(f"{key}.scale = {linears.scale}: for scaling block alone; allowed: fp32")
-    arguments: dict[str, Any] = {
-        "fp8": "e4m3" if linears.gradient_format == "e4m3" else "hybrid",
-        "fp8_recipe": recipes[linears.scaling],
-        "fp8_param": False,
-        "fp8_dot_product_attention": False,
-        "fp8_multi_head_attention": False,
-    }
     kept = linears.keep_first_layers, linears.keep_last_layers
-    if any(kept):
-        if linears.scaling == "tensor_delayed":
-            raise EngineError(
-                f"{key}.keep_first_layers, keep_last_layers = {kept[0]}, {kept[1]}: Megatron has no BF16 layers under "
-                "scaling tensor_delayed; allowed: 0, 0"
-            )
-        arguments |= {
-            "first_last_layers_bf16": True,
-            "num_layers_at_start_in_bf16": kept[0],
-            "num_layers_at_end_in_bf16": kept[1],
-        }
-    if linears.scaling == "tensor_delayed":
-        arguments |= {"fp8_amax_history_len": linears.amax_history, "fp8_amax_compute_algo": linears.amax_compute}
-    fp32 = "1" if linears.scale == "fp32" else "0"
-    return Precision(arguments, {FP32_SCALES: fp32} if linears.scaling == "block" else {})
+    if any(kept) and linears.scaling == "tensor_delayed":
+        raise EngineError(
+            f"{key}.keep_first_layers, keep_last_layers = {kept[0]}, {kept[1]}: Megatron has no BF16 layers under "
+            "scaling tensor_delayed; allowed: 0, 0"
+        )

@@ -64,9 +64,9 @@ def _history(directory: Path, name: str, module: Any, found: Mapping[str, Tensor
     parts = {(s, k): found[f"{name}.{s}.{k}"] for s in _SIDES for k in _KINDS if f"{name}.{s}.{k}" in found}
     if len(parts) < len(_SIDES) * len(_KINDS):
         raise EngineError(f"{directory}: no history of amax for {name}")
-    # A product for each expert that a rank has; all others are one.
-    products, wanted = parts["fwd", "scale"].numel() // _FORWARD_TENSORS, getattr(module, "num_gemms", 1)
-    if products != wanted:
+    # Experts of a rank have a product each; of any other module (attention keeps three) the number never changes.
+    products, wanted = parts["fwd", "scale"].numel() // _FORWARD_TENSORS, getattr(module, "num_gemms", None)
+    if wanted not in (None, products):
         raise EngineError(
             f"{directory}: the history of amax for {name} is of {products} products, and a rank has {wanted} here; "
             "allowed under scaling tensor_delayed: the trainer.expert_parallel_size that was saved"
@@ -75,7 +75,7 @@ def _history(directory: Path, name: str, module: Any, found: Mapping[str, Tensor
 
 
 def _modules(model: MegatronModel) -> Iterator[tuple[str, Any]]:
-    """Linear layers of Transformer Engine by their name in the whole model."""
+    """Modules of Transformer Engine that have products, attention too, by their name in the whole model."""
     for name, module in model.module.decoder.layers.named_modules():
         if hasattr(module, "init_fp8_meta_tensors") and hasattr(module, "_get_weight_quantizers"):
             local, _, rest = name.partition(".")

@@ -36,7 +36,7 @@ from tasks.engines.torch_optimizer import build_optimizer
 from tasks.engines.train_step import StepParts, mean_entropy, run_updates, update_of
 from tasks.engines.trainer_state import TrainerState, read_state, write_state
 from tasks.numerics.fingerprint import combine
-from tasks.numerics.kv_scales import Scales
+from tasks.numerics.kv_scales import Scales, unit_scales
 from tasks.numerics.lr_schedule import LearningRate
 from tasks.numerics.token_sample import sample_tokens
 
@@ -118,6 +118,9 @@ class MegatronTrainerEngine:
     def _put_masters_away(self) -> None:
         if not self._masters.away:
             self._masters.take(self._optimizer.tensors())
+        else:
+            # As `take` does: what a calibration in between computed with is kept for it to use again.
+            torch.cuda.empty_cache()
 
     def _policies(self) -> tuple[MegatronPolicy, ...]:
         return (self._policy,) if self._reference is None else (self._policy, self._reference)
@@ -180,8 +183,11 @@ class MegatronTrainerEngine:
 
     @torch.no_grad()
     def calibrate(self, rows: TokenRows) -> dict[str, float]:
-        self._fetch(masters=False)
         policy = self._spec.recipe.calibration
+        if policy.refresh == "never":
+            self._scales = unit_scales(self._policy.layers, self._scale_heads)
+            return {}
+        self._fetch(masters=False)
         limit, width = policy.max_tokens_per_sequence, rows.tokens.shape[1]
         heads = self._scale_heads
         replicas = same_tokens(self._policy.model, heads)

@@ -6,6 +6,7 @@ On a GPU with Transformer Engine's layers, on a CPU with Megatron's own in plain
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def start_groups(layout: Layout, on_gpu: bool, rendezvous: str | None, timeout_s
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
     )
     model_parallel_cuda_manual_seed(seed)
 

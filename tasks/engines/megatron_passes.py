@@ -112,13 +112,12 @@ class PackedPass:
     def __init__(self, how: Passes, rows: TokenRows, index: Tensor) -> None:
         self._rows = pack(rows.tokens, rows.lengths, index, how.rule)
         self._places = _places(self._rows)
-        held = self._rows.to(how.device)
-        tokens = held.tokens if self._places is None else held.tokens[self._places.to(how.device)]
-        self.tokens = tokens.unsqueeze(0)
+        tokens = self._rows.tokens if self._places is None else self._rows.tokens[self._places]
+        self.tokens = tokens.unsqueeze(0).to(how.device)
         if how.device.type == "cuda":
-            self.packed = _sequences(held)
+            self.packed = _sequences(self._rows, how.device)
         else:
-            self.mask = _hidden_from(held)
+            self.mask = _hidden_from(self._rows)
 
     def select(self, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
         """See `PaddedPass.select`; and which of the wanted tokens are on this context rank (int64), None for all."""
@@ -156,20 +155,21 @@ def _places(rows: PackedRows) -> Tensor | None:
     return context_places(rows.cu_seqlens_padded, parallel_state.get_context_parallel_rank(), ranks)
 
 
-def _sequences(packed: PackedRows) -> PackedSeqParams:
+def _sequences(packed: PackedRows, device: torch.device) -> PackedSeqParams:
     """As Transformer Engine's attention wants them, of all context ranks together.
 
     Padding counts as the end of the row before it, which never looks at it. Tokens in no sequence would be what their
     memory held wherever attention's kernel writes no zeros, and go into the next product and its weight's gradient. One
-    tensor for all bounds says besides that nothing lies between sequences, which every kernel takes.
+    tensor for all bounds says besides that nothing lies between sequences, which every kernel takes. `packed` is on the
+    CPU, where its longest sequence is known without waiting for the device.
     """
-    longest = int(packed.cu_seqlens_padded.diff().max())
+    bounds, longest = packed.cu_seqlens_padded.to(device), int(packed.cu_seqlens_padded.diff().max())
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=packed.cu_seqlens_padded,
-        cu_seqlens_kv=packed.cu_seqlens_padded,
-        cu_seqlens_q_padded=packed.cu_seqlens_padded,
-        cu_seqlens_kv_padded=packed.cu_seqlens_padded,
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )

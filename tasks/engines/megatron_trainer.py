@@ -12,7 +12,7 @@ from conf.schema import MegatronTrainer, RunConfig
 from tasks.engines.megatron_config import Layout, precision_arguments
 from tasks.engines.protocols import EngineError, TrainerEngine
 
-_TIMEOUT_S, _SEED = 600.0, 1
+_SEED = 1
 
 
 def layout_of(trainer: MegatronTrainer, rank: int = 0) -> Layout:
@@ -55,7 +55,8 @@ def build(config: RunConfig, model_dir: Path, rank: int = 0, rendezvous: str | N
     from tasks.engines.megatron_engine import MegatronSpec, MegatronTrainerEngine
     from tasks.engines.megatron_model import ensure_groups
 
-    ensure_groups(layout, on_gpu, rendezvous, _TIMEOUT_S, _SEED)
+    # No shorter than a phase may be: some ranks wait for others in a barrier, as after the parts of a checkpoint.
+    ensure_groups(layout, on_gpu, rendezvous, config.deadlines.ranks_s, _SEED)
     return MegatronTrainerEngine(
         model_dir, MegatronSpec(recipe, config.algorithm, config.correction, trainer, config.rollout), layout
     )

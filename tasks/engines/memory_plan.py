@@ -27,7 +27,7 @@ _VOCABULARY: Final = 128
 class RankMemory:
     """Bytes of one rank. `fp8_copies`: quantised weights, along rows and columns, beside the BF16 ones; `gradients`:
     fp32, held throughout; `optimizer`: masters (or Kahan compensation) and moments; `activations` of all micro-batches
-    under way; `output`: what chunked log-probabilities hold.
+    under way; `output`: what chunked log-probabilities hold; `reference`: the frozen BF16 policy of a KL term.
 
     What Transformer Engine and NCCL take for themselves, and fragmentation, come on top.
     """
@@ -38,10 +38,16 @@ class RankMemory:
     optimizer: int
     activations: int
     output: int
+    reference: int
+
+    @property
+    def held(self) -> int:
+        """What it holds throughout, whatever it computes."""
+        return self.weights + self.fp8_copies + self.gradients + self.optimizer + self.reference
 
     @property
     def total(self) -> int:
-        return self.weights + self.fp8_copies + self.gradients + self.optimizer + self.activations + self.output
+        return self.held + self.activations + self.output
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,11 @@ def activation_bytes(shape: LayerShape, tensor: int = 1, sequence_parallel: bool
     return (whole / tensor if sequence_parallel else whole) + split / tensor
 
 
-def fullest_rank(model: nn.Module, trainer: MegatronTrainer, quantized: Set[str]) -> RankMemory:
-    """The rank of the pipeline stage that needs most. `quantized`: names of the linear layers that train in FP8."""
+def stage_ranks(
+    model: nn.Module, trainer: MegatronTrainer, quantized: Set[str], reference: bool
+) -> tuple[RankMemory, ...]:
+    """A rank of each pipeline stage. `quantized`: names of the linear layers that train in FP8; `reference`: whether
+    a frozen policy is kept beside the one that trains."""
     hf: Any = model.config
     stages = trainer.pipeline_parallel_size
     layers = hf.num_hidden_layers // stages
@@ -112,11 +121,13 @@ def fullest_rank(model: nn.Module, trainer: MegatronTrainer, quantized: Set[str]
     for stage, count in enumerate(counts):
         activations = _activations(shape, trainer, layers, micro_batches=stages - stage)
         output = _output(hf, trainer) if stage == stages - 1 else 0
-        found.append(_rank(count, trainer, activations, output))
-    return max(found, key=lambda memory: memory.total)
+        found.append(_rank(count, trainer, activations, output, reference))
+    return tuple(found)
 
 
-def _rank(count: Mapping[str, int], trainer: MegatronTrainer, activations: int, output: int) -> RankMemory:
+def _rank(
+    count: Mapping[str, int], trainer: MegatronTrainer, activations: int, output: int, reference: bool
+) -> RankMemory:
     """From the elements of a stage on a tensor rank; of the experts, all that the stage has were counted."""
     experts = count["experts"] // trainer.expert_parallel_size
     fp8 = count["fp8 dense"] + count["fp8 experts"] // trainer.expert_parallel_size
@@ -128,6 +139,7 @@ def _rank(count: Mapping[str, int], trainer: MegatronTrainer, activations: int, 
         optimizer=_optimizer(count["dense"], experts, trainer),
         activations=activations,
         output=output,
+        reference=2 * elements if reference else 0,
     )
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conf.schema import LinearPrecision, MegatronTrainer, RunConfig
 from tasks.engines.checkpoint_names import check_dense, checkpoint_parameters
-from tasks.engines.memory_plan import RankMemory, fullest_rank
+from tasks.engines.memory_plan import RankMemory, stage_ranks
 from tasks.engines.optimizer_memory import optimizer_bytes
 from tasks.engines.precision_plan import LinearPlan, block_spec, plan_linears
 from tasks.engines.protocols import EngineError
@@ -33,6 +33,7 @@ class RunPlan:
 
     `optimizer_bytes`: fp32 masters (if any), moments and Kahan compensation; `gradient_bytes`: fp32 accumulators;
     `reference_bytes`: the frozen BF16 policy of a KL term. `rank_memory`: the fullest rank of a Megatron trainer.
+    `trainer_bytes`: what all ranks of the trainer together hold throughout, activations apart.
     """
 
     parameters: int
@@ -45,6 +46,7 @@ class RunPlan:
     reference_bytes: int
     optimizer_updates: int
     rank_memory: RankMemory | None
+    trainer_bytes: int
 
 
 def shape_model(config: RunConfig, model_dir: Path | None = None) -> nn.Module:
@@ -111,9 +113,12 @@ def _attention_shape(model: nn.Module) -> _AttentionShape:
     return _AttentionShape(int(layers), int(kv_heads), int(head_dim))
 
 
-def _rank_memory(config: RunConfig, model: nn.Module, quantized: tuple[str, ...]) -> RankMemory | None:
+def _stage_ranks(config: RunConfig, model: nn.Module, quantized: tuple[str, ...]) -> tuple[RankMemory, ...]:
+    """None for a trainer without ranks."""
     trainer = config.trainer
-    return fullest_rank(model, trainer, frozenset(quantized)) if isinstance(trainer, MegatronTrainer) else None
+    if not isinstance(trainer, MegatronTrainer):
+        return ()
+    return stage_ranks(model, trainer, frozenset(quantized), reference=config.algorithm.kl_coef > 0)
 
 
 def plan_run(config: RunConfig) -> RunPlan:
@@ -125,6 +130,9 @@ def plan_run(config: RunConfig) -> RunPlan:
     parameters = sum(p.numel() for p in model.parameters())
     training = plan_linears(model, recipe.training_linears)
     optimizer = optimizer_bytes([p.shape for p in model.parameters()], config.trainer.optimizer)
+    reference = 2 * parameters if config.algorithm.kl_coef > 0 else 0
+    stages = _stage_ranks(config, model, training.quantized)
+    held = 2 * parameters + optimizer.master + optimizer.state + optimizer.gradients + reference
     return RunPlan(
         parameters=parameters,
         layers=shape.layers,
@@ -134,7 +142,8 @@ def plan_run(config: RunConfig) -> RunPlan:
         kv_bytes_per_token=2 * shape.layers * shape.kv_heads * shape.head_dim * (1 if recipe.kv.quantized else 2),
         optimizer_bytes=optimizer.master + optimizer.state,
         gradient_bytes=optimizer.gradients,
-        reference_bytes=2 * parameters if config.algorithm.kl_coef > 0 else 0,
+        reference_bytes=reference,
         optimizer_updates=config.steps * config.algorithm.updates_per_step,
-        rank_memory=_rank_memory(config, model, training.quantized),
+        rank_memory=max(stages, key=lambda rank: rank.total, default=None),
+        trainer_bytes=sum(rank.held for rank in stages) * config.trainer.ranks // len(stages) if stages else held,
     )

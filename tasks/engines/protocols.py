@@ -214,6 +214,10 @@ class RolloutEngine(Protocol):
         """Give the device's memory to others; the next sync wakes the engine. Until then nothing can be asked of it."""
         ...
 
+    def forget(self) -> None:
+        """As after the build, for another run: of no version, until a sync; asleep if it was."""
+        ...
+
     def stream(self, request: GenerateRequest) -> GroupStream:
         """Sample; `WeightVersionError` when dirty or of another version, also if it becomes so on the way.
 
@@ -262,7 +266,10 @@ class TrainerEngine(Protocol):
         ...
 
     def calibrate(self, rows: TokenRows) -> dict[str, float]:
-        """Replace the Q/K/V scales by those of these sequences; returns `calibration/*`."""
+        """Replace the Q/K/V scales by those of these sequences; returns `calibration/*`.
+
+        With `recipe.calibration.refresh` never, by 1 without a look at them; returns nothing.
+        """
         ...
 
     def report(self) -> EngineReport: ...

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
+from typing import Any, Final
 
-from conf.schema import MegatronTrainer, Recipe, Rollout, RunConfig, VllmRollout
+from conf.schema import KvPrecision, LinearPrecision, MegatronTrainer, Recipe, Rollout, RunConfig, VllmRollout
 from tasks.engines.protocols import EngineError, RolloutEngine, TrainerEngine
+
+ROLLOUT_SIDE: Final[Any] = {"rollout_linears": True, "kv": True, "calibration": {"granularity"}}
+"""Keys of a recipe by which its rollout engine is built, as pydantic's `include`."""
+
+
+def high_precision_rollout(recipe: Recipe) -> Recipe:
+    """The recipe with a BF16 rollout side and an unchanged training side."""
+    return recipe.model_copy(update={"rollout_linears": LinearPrecision(), "kv": KvPrecision()})
 
 
 def rollout_settings(config: RunConfig, recipe: Recipe) -> Rollout:
@@ -22,6 +33,20 @@ def rollout_settings(config: RunConfig, recipe: Recipe) -> Rollout:
     if budget is not None and config.recipe.kv.quantized and not recipe.kv.quantized:
         budget *= 2
     return settings.model_copy(update={"engine_args": others, "kv_cache_memory_bytes": budget})
+
+
+def rollout_kind(config: RunConfig, recipe: Recipe, model_dir: Path) -> str:
+    """Digest (hex) of all that `build_rollout` builds from: engines of one kind differ in what a sync brings, alone.
+
+    The weights of the folder are not in it: none are loaded.
+    """
+    described = {
+        "settings": rollout_settings(config, recipe).model_dump(mode="json", exclude={"kv_preflight"}),
+        "recipe": recipe.model_dump(mode="json", include=ROLLOUT_SIDE),
+        "model": str(model_dir.resolve()),
+        "files": {path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(model_dir.glob("*.json"))},
+    }
+    return sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def build_rollout(config: RunConfig, recipe: Recipe, model_dir: Path) -> RolloutEngine:

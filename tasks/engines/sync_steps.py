@@ -38,8 +38,20 @@ class StepwiseSync(ABC):
         """All tensors are there."""
 
     @abstractmethod
+    def _forget(self) -> None:
+        """Nothing of the last run may be there: scales, samples, caches. Weights come with the next sync."""
+
+    @abstractmethod
     def _recover(self) -> None:
         """After a failure in `_start` or later: layers may be half loaded."""
+
+    def forget(self) -> None:
+        """See `tasks.engines.protocols.RolloutEngine`."""
+        abandoned, self._header, self._version = self._header, None, None
+        if abandoned is not None:
+            self._recover()
+        self._missing = frozenset()
+        self._forget()
 
     def load_weights(self, payload: SyncPayload) -> None:
         """See `tasks.engines.protocols.RolloutEngine`."""

@@ -40,6 +40,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     if kwargs.get("softcap") is not None:
         raise EngineError("attention with a soft cap is not supported by the torch engines")
+    # Some models (Mistral) have the window in their configuration alone, where install_hook does not see it.
+    if kwargs.get("sliding_window") is not None:
+        raise EngineError(
+            f"sliding_window = {kwargs['sliding_window']}: sliding-window attention is not supported by the torch "
+            "engines; allowed: null in config.json"
+        )
     hook = cast(AttentionHook, module.fp8_grpo_hook)
     scaling = kwargs.get("scaling")
     out = hook.attend(module.layer_idx, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)  # type: ignore[arg-type]

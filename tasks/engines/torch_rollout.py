@@ -86,6 +86,10 @@ class TorchRolloutEngine(StepwiseSync):
                 module.install()
         self._attention.scales = dict(header.kv_scales)
 
+    def _forget(self) -> None:
+        self._attention.start(0)
+        self._attention.scales, self._slots = {}, 0
+
     def _recover(self) -> None:
         """Nothing: the next sync brings every tensor."""
 

@@ -36,7 +36,7 @@ from tasks.engines.trainer_state import (
     write_state,
 )
 from tasks.numerics.fingerprint import combine, fingerprints
-from tasks.numerics.kv_scales import Scales
+from tasks.numerics.kv_scales import Scales, unit_scales
 from tasks.numerics.token_sample import sample_tokens
 
 _AMAX = "amax.safetensors"
@@ -116,6 +116,9 @@ class TorchTrainerEngine:
         policy = self._spec.recipe.calibration
         limit, width = policy.max_tokens_per_sequence, rows.tokens.shape[1]
         heads = scale_heads(self._policy.model, policy)
+        if policy.refresh == "never":
+            self._scales = unit_scales(self._policy.layers, heads)
+            return {}
         observer = calibration_observer(policy, self._policy.layers, self._scales, heads)
         # Drawn once for all rows: micro-batches must not decide which tokens are measured.
         sample = sample_tokens(rows.lengths, width, limit, seed=self._version)

@@ -18,6 +18,10 @@ from tasks.engines.protocols import EngineError
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that vLLM keeps in one matrix, which has one precision."""
 
+_FREE_AT_START = 0.01
+"""Share of the GPU's memory that vLLM wants free at its start where the cache's size is given: by default it wants
+0.92 of all, whoever else is there."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -112,6 +116,8 @@ def _placement(settings: VllmRollout, on_cpu: bool) -> dict[str, Any]:
         "enable_sleep_mode": True if settings.sleep_level else None,
         "distributed_executor_backend": "uni",
     }
+    if settings.gpu_memory_utilization is None and not on_cpu:
+        chosen["gpu_memory_utilization"] = _FREE_AT_START
     return {name: value for name, value in chosen.items() if value is not None}
 
 

@@ -188,6 +188,13 @@ class VllmRolloutEngine(StepwiseSync):
         self._live.finish_weight_update()
         self._forget_prefixes()
 
+    def _forget(self) -> None:
+        self._scales = {}
+        if self._slept is not None:
+            self._slept = _Slept(None, {})
+        else:
+            self._forget_prefixes()
+
     def _recover(self) -> None:
         """vLLM has no way back from half a sync."""
         if self._on_cpu:

@@ -8,14 +8,17 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, Literal
 
 import tokenizers
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from conf.schema import TinyArchitecture, WarmStart
@@ -30,6 +33,12 @@ log = logging.getLogger(__name__)
 _RAMP_STEPS = 30
 
 
+Device = Literal["cpu", "cuda"]
+
+GPU_ENVIRONMENT: Final[Mapping[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Variables without which products on a GPU do not repeat; read once by a process, at its first product."""
+
+
 @dataclass(frozen=True)
 class Demonstration:
     """One supervised example: the model learns to continue `prompt` with `answer` and the end token."""
@@ -40,15 +49,19 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class WarmStartSpec:
-    """Everything that shapes a warm start. `training` None: the untrained model."""
+    """Everything that shapes a warm start. `training` None: the untrained model.
+
+    `device`: where it trains, in fp32 on either. A CPU's threads shape its sums, a GPU's kind does.
+    """
 
     architecture: TinyArchitecture
     training: WarmStart | None
     demonstrations: tuple[Demonstration, ...]
     threads: int
+    device: Device = "cpu"
 
     def digest(self) -> str:
-        """SHA-256 over architecture, phase, every demonstration, threads and library versions."""
+        """SHA-256 over architecture, phase, every demonstration, library versions, and threads or the kind of GPU."""
         shaped_by = {
             "version": _RECIPE_VERSION,
             "architecture": self.architecture.model_dump(),
@@ -57,6 +70,8 @@ class WarmStartSpec:
             "threads": self.threads,
             "libraries": [torch.__version__, transformers.__version__, tokenizers.__version__],
         }
+        if self.device != "cpu":
+            shaped_by |= {"threads": None, "device": [torch.cuda.get_device_name(), torch.version.cuda]}
         return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()
 
 
@@ -109,8 +124,34 @@ def _build(spec: WarmStartSpec, directory: Path, progress: Callable[[int, float]
             (tokenizer.encode(d.prompt), [*tokenizer.encode(d.answer), int(tokenizer.eos_token_id)])
             for d in spec.demonstrations
         ]
-        _train(model, encode, spec.training, progress)
+        with _repeatable(spec.device):
+            _train(model.to(torch.device(spec.device)), encode, spec.training, progress)
+            model.to(torch.device("cpu"))
+        if spec.device != "cpu":
+            # The engines that come next measure what is free.
+            torch.cuda.empty_cache()
     save_model(model, tokenizer, directory)
+
+
+@contextmanager
+def _repeatable(device: Device) -> Iterator[None]:
+    """Kernels that give the same bits on equal machines: always on a CPU with equal threads, on a GPU in this block.
+
+    What has no such kernel is an error of PyTorch's.
+    """
+    if device == "cpu":
+        yield
+        return
+    for name, value in GPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        # Fused kernels need not repeat in their backward pass; sequences are short.
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def pad_supervised(pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
@@ -133,7 +174,7 @@ def _train(
 ) -> None:
     """AdamW with a linear ramp, then linear decay to zero over the last third."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator, device = torch.Generator().manual_seed(settings.seed), next(model.parameters()).device
     model.train()
     for step in range(settings.steps):
         remaining = (settings.steps - step) / max(1.0, settings.steps / 3)
@@ -142,8 +183,9 @@ def _train(
             group["lr"] = settings.learning_rate * factor
         chosen = torch.randint(len(pairs), (settings.batch_size,), generator=generator).tolist()
         tokens, labels = pad_supervised([pairs[i] for i in chosen])
-        logits = model(input_ids=tokens, use_cache=False).logits
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
+        logits = model(input_ids=tokens.to(device), use_cache=False).logits
+        targets = labels[:, 1:].flatten().to(device)
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=_IGNORED)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tasks.numerics.fp8 import E4M3_MAX, to_e4m3
+from tasks.numerics.fp8 import E4M3_HALF_SMALLEST, E4M3_MAX
 from tasks.numerics.kv_scales import (
     PARTS,
     CalibrationError,
@@ -134,7 +134,10 @@ class CalibrationObserver:
         self.observe_layers(range(layer, layer + 1), part, x.unsqueeze(0), real, heads)
 
     def observe_layers(self, layers: range, part: str, x: Tensor, real: Tensor, heads: range | None = None) -> None:
-        """`observe` of several neighbouring layers at once, in fewer and larger kernels: `x` `[layers, batch, ...]`."""
+        """`observe` of several neighbouring layers at once, in fewer and larger kernels: `x` `[layers, batch, ...]`.
+
+        Reads `x` (BF16, FP16 or FP32) a few times in its own type; nothing of its size is made in fp32.
+        """
         chosen, count = self._chosen(layers, part, x.shape[2], heads)
         # Even without a token: what other ranks have seen may come by a collective of this device.
         self._bind(x.device)
@@ -142,21 +145,22 @@ class CalibrationObserver:
             return
         weights = real.to(torch.int64)
         grouped = x.detach().unflatten(2, (count, x.shape[2] // count))
-        values = torch.where((weights > 0)[:, None, None, :, None], grouped, 0).to(torch.float32)
-        magnitude = values.abs()
+        magnitude = grouped.abs()
+        by_token = torch.where((weights > 0)[:, None], magnitude.amax((3, 5)), 0)
         # A maximum over workers may drop NaN, and must not drop inf.
-        peak = torch.nan_to_num(magnitude.amax((1, 3, 4, 5)), nan=torch.inf, posinf=torch.inf)
+        peak = torch.nan_to_num(by_token.amax((1, 3)), nan=torch.inf, posinf=torch.inf)
         self._raise_to(self.maxima[:1], weights.amax().reshape(1))
         self._raise_to(self._by_slot(self.maxima[1:])[chosen], peak)
         tokens = weights.sum()
+        elements = tokens * magnitude.shape[3] * magnitude.shape[5]
         held = self._by_slot(self._counts())[chosen]
-        held[..., _TOKENS] += tokens.to(held.device)
-        held[..., _ELEMENTS] += (tokens * values.shape[3] * values.shape[5]).to(held.device)
+        held[..., : _ELEMENTS + 1] += torch.stack([tokens, elements]).to(held.device)
         if self._in_use:
-            scales = self._by_slot(self._scales_in_use)[chosen].to(values.device)
-            held[..., _NONZERO:] += _fit(values, magnitude, scales, weights).to(held.device)
+            scales = self._by_slot(self._scales_in_use)[chosen].to(magnitude.device)
+            held[..., _NONZERO:] += _fit(magnitude, scales, weights, elements).to(held.device)
         if self._bins:
-            self._count_magnitudes(chosen, magnitude, weights)
+            real_ones = torch.where((weights > 0)[:, None, None, :, None], magnitude, 0)
+            self._count_magnitudes(chosen, real_ones.to(torch.float32), weights)
 
     def _by_slot(self, values: Tensor) -> Tensor:
         """A view `[layers, parts, heads, ...]` of values `[slots, ...]`."""
@@ -287,15 +291,18 @@ class CalibrationObserver:
         }
 
 
-def _fit(values: Tensor, magnitude: Tensor, scales: Tensor, weights: Tensor) -> Tensor:
+def _fit(magnitude: Tensor, scales: Tensor, weights: Tensor, elements: Tensor) -> Tensor:
     """Non-zero, saturated and underflowed elements under `scales`, weighted, fp64 `[layers, groups, 3]`.
 
-    `values` and their `magnitude` fp32 `[layers, batch, groups, heads, tokens, dim]`, `scales` fp32 `[layers, groups]`,
-    `weights` int64 `[batch, tokens]`.
+    `magnitude` `[layers, batch, groups, heads, tokens, dim]`, `scales` fp32 `[layers, groups]`, `weights` int64
+    `[batch, tokens]`, `elements` int64 `[]`: how many each layer and group has, weighted.
+
+    E4M3 rounds a quotient x / s to zero up to half its smallest number, 2^-10, where the tie goes to the even code 0;
+    and the fp32 quotient is at most 2^-10 exactly where x <= 2^-10 s, since the fp32 number after 2^-10 s is more than
+    half a unit in the last place of 2^-10 away (s >= 2^-116: 2^-10 s is exact).
     """
     by_group = scales[:, None, :, None, None, None]
-    nonzero = values != 0
-    lost = nonzero & ((to_e4m3(values / by_group).view(torch.uint8) & 0x7F) == 0)
-    flags = (nonzero, magnitude > by_group * E4M3_MAX, lost)
-    counted = [(flag.sum((3, 5)) * weights[:, None]).sum((1, 3)) for flag in flags]
-    return torch.stack(counted, -1).to(torch.float64)
+    flags = (magnitude == 0, magnitude > by_group * E4M3_MAX, magnitude <= by_group * E4M3_HALF_SMALLEST)
+    by_token = torch.stack([flag.sum((3, 5)) for flag in flags], -1)
+    zero, saturated, small = (by_token * weights[:, None, :, None]).sum((1, 3)).unbind(-1)
+    return torch.stack([elements - zero, saturated, small - zero], -1).to(torch.float64)

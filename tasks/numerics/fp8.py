@@ -24,6 +24,8 @@ from torch import Tensor
 from tasks.numerics.formats import Block, Element, Format, element_of, element_type
 
 E4M3_MAX = 448.0
+E4M3_HALF_SMALLEST = 2.0**-10
+"""Half of the smallest magnitude above zero: what is at most this rounds to zero."""
 """Largest finite value of E4M3 (the `fn` variant: no infinities)."""
 
 WEIGHT_BLOCK = (128, 128)

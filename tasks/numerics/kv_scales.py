@@ -90,6 +90,11 @@ def grouped_scales(values: Iterable[float], layers: int, heads: int | None) -> S
     }
 
 
+def unit_scales(layers: int, heads: int | None) -> Scales:
+    """Scale 1 for every key and, at head granularity, every head: codes are then the values themselves, rounded."""
+    return grouped_scales([1.0] * (len(scale_keys(layers)) * (1 if heads is None else heads)), layers, heads)
+
+
 def scales_to_json(scales: Mapping[ScaleKey, Scale]) -> dict[str, str | list[str]]:
     """For a JSON file, as `float.hex`: it keeps every bit and no reader of numbers can round it."""
     return {

@@ -12,7 +12,7 @@ from tasks.engines.plan import plan_run
 from tasks.engines.precision_plan import block_spec
 from tasks.engines.protocols import SyncError, SyncPayload, WeightVersionError
 from tasks.numerics.fingerprint import fingerprint
-from tests.contract.engines import KV_RECIPES, LAYERS, Workbench, linears_of
+from tests.contract.engines import KV_RECIPES, LAYERS, Workbench, assert_same, linears_of
 
 NORM = "model.norm.weight"
 LINEAR = "model.layers.1.mlp.up_proj.weight"
@@ -160,6 +160,36 @@ def test_scales_in_use_have_every_bit_that_was_sent(rollouts: Workbench, recipe:
     held = engine.report().scales
     assert {k: s.hex() for k, s in held.items()} == {k: s.hex() for k, s in nearest.items()}
     assert all(held[k] != s for k, s in payload.kv_scales.items())
+
+
+def test_scales_that_are_never_measured_reach_the_engine_as_one(rollouts: Workbench) -> None:
+    held = {
+        refresh: rollouts.rollout("fp8_rollout_kv", f"recipe.calibration.refresh={refresh}").report().scales
+        for refresh in ("step", "once", "never")
+    }
+    keys = {(layer, part) for layer in range(LAYERS) for part in "qkv"}
+    assert held["never"] == dict.fromkeys(keys, 1.0)
+    assert held["once"] == held["step"] and not any(scale == 1.0 for scale in held["step"].values())
+
+
+def test_an_engine_that_forgot_is_a_fresh_one(rollouts: Workbench, recipe: str) -> None:
+    """Another run had it: other weights, other scales, a later version, prompts in its cache, half a sync."""
+    fresh, payload = rollouts.batch(recipe), rollouts.payload(recipe)
+    other = replace(_with(NORM, lambda t: 2 * t)(payload), version=7, kv_scales={k: 3.0 for k in payload.kv_scales})
+    engine = rollouts.empty_rollout(recipe)
+    engine.load_weights(other)
+    engine.generate(rollouts.request(weight_version=7))
+    engine.begin_sync(other.header)
+    engine.forget()
+    for version in (0, 7):
+        with pytest.raises(WeightVersionError, match=f"expects version {version}, the engine holds None"):
+            engine.generate(rollouts.request(weight_version=version))
+    engine.load_weights(payload)
+    assert_same(engine.generate(rollouts.request()), fresh)
+    # The same version, and a kept engine that was not synced: nothing stands in for the weights of the next run.
+    engine.forget()
+    with pytest.raises(WeightVersionError, match="expects version 0, the engine holds None"):
+        engine.generate(rollouts.request())
 
 
 def test_queries_may_stay_bf16_beside_an_fp8_cache(rollouts: Workbench) -> None:

@@ -44,6 +44,15 @@ def test_scales_are_margin_times_amax_over_448(trainers: Workbench) -> None:
     assert doubled == {key: 2 * scale for key, scale in plain.items()}
 
 
+def test_scales_that_are_never_measured_are_one(trainers: Workbench) -> None:
+    for granularity, one in (("layer", 1.0), ("head", (1.0,))):
+        trainer = trainers.trainer(
+            RECIPE, "recipe.calibration.refresh=never", f"recipe.calibration.granularity={granularity}"
+        )
+        assert trainer.calibrate(trainers.prompt_rows()) == {}
+        assert trainer.report().scales == dict.fromkeys(KEYS, one)
+
+
 def test_a_lower_percentile_gives_smaller_scales(trainers: Workbench) -> None:
     rows = trainers.prompt_rows()
     largest, most, half = (_scales(trainers, rows, f"recipe.calibration.percentile={p}") for p in (100, 99, 50))

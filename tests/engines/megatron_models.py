@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCABULARY, LAYERS, WIDTH = 200, 2, 24
 _SMALL: Mapping[str, Any] = {
@@ -52,6 +60,13 @@ CONFIGS: Mapping[str, Callable[[], PretrainedConfig]] = {
     "llama_tied": lambda: LlamaConfig(**_SMALL, intermediate_size=96, tie_word_embeddings=True),
     "llama_scaled": lambda: LlamaConfig(
         **_SMALL, intermediate_size=96, tie_word_embeddings=False, rope_parameters=dict(LLAMA3)
+    ),
+    "mistral_narrow": lambda: MistralConfig(
+        **(_SMALL | {"num_attention_heads": 12, "num_key_value_heads": 4}),
+        head_dim=16,
+        intermediate_size=96,
+        tie_word_embeddings=True,
+        sliding_window=None,
     ),
     "moe": lambda: _mixture(norm_topk_prob=True),
     "moe_raw_shares": lambda: _mixture(norm_topk_prob=False),

@@ -22,7 +22,7 @@ lengths, found = torch.tensor([9, 3, 7]), []
 for index, slot in (([2, 0, 1], 1), ([2, 0, 1], 4), ([], 4)):
     chosen = torch.tensor(index, dtype=torch.int64)
     rows = pack(torch.ones(3, 9, dtype=torch.int64), lengths, chosen, PackingRule(64, 16, slot))
-    told = _sequences(rows)
+    told = _sequences(rows, torch.device("cpu"))
     bounds = (told.cu_seqlens_q, told.cu_seqlens_kv, told.cu_seqlens_q_padded, told.cu_seqlens_kv_padded)
     one = all(each is bounds[0] for each in bounds)
     found.append([rows.tokens.numel(), bounds[0].tolist(), told.max_seqlen_q, told.max_seqlen_kv, one])

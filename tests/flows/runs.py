@@ -30,6 +30,8 @@ FEW_SAMPLES = (
 SMALL = (*FEW_SAMPLES, "model.warm_start.steps=25", "data.pool_size=3000")
 """A run that takes seconds and still goes through every phase, with two micro-batches an update."""
 
+PROGRAM = (sys.executable, "-c", "import sys; from flows.cli import main; sys.exit(main(sys.argv[1:]))")
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -41,9 +43,8 @@ class Finished:
 
 def command(arguments: Sequence[str], runs_dir: Path, base: Sequence[str] = SMALL) -> list[str]:
     """The command line of a training run whose files stay below `runs_dir`."""
-    program = [sys.executable, "-c", "import sys; from flows.cli import main; sys.exit(main(sys.argv[1:]))"]
     places = [f"runs_dir={runs_dir}", f"storage.url={runs_dir}/checkpoints"]
-    return [*program, "train", *base, *places, *arguments]
+    return [*PROGRAM, "train", *base, *places, *arguments]
 
 
 def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
@@ -66,6 +67,25 @@ def train(
         stderr=subprocess.STDOUT,
         text=True,
         timeout=600,
+    )
+    return Finished(done.returncode, done.stdout)
+
+
+def succeeded(done: Finished) -> Finished:
+    """What it was given, for a command that ended with 0."""
+    assert done.code == 0, done.out
+    return done
+
+
+def fp8_grpo(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Finished:
+    """Any command of `fp8-grpo`, to its end."""
+    done = subprocess.run(
+        [*PROGRAM, *arguments],
+        env=_environment(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1200,
     )
     return Finished(done.returncode, done.stdout)
 
@@ -137,7 +157,9 @@ def points(runs_dir: Path, run: str) -> dict[tuple[str, int], list[float]]:
     client = MlflowClient(f"sqlite:///{runs_dir}/mlflow.db")
     experiment = client.get_experiment_by_name("fp8-grpo")
     assert experiment is not None
-    (found,) = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{run}'")
+    named = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{run}'")
+    # A run that began anew without its checkpoint left an unfinished one.
+    (found,) = [each for each in named if each.info.status == "FINISHED"] or named
     collected: dict[tuple[str, int], list[float]] = {}
     for key in found.data.metrics:
         if not key.startswith(MEASURED):

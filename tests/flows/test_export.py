@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from flows.export import export_run
 from flows.identity import checkpoint_meta
 from flows.inputs import input_digests
 from infra.store import CheckpointStore
+from tasks.engines.hf_folder import write_folder
 from tasks.engines.protocols import EngineError
 from tasks.engines.registry import build_trainer
 from tests.contract.engines import ROLLOUT_ENGINES, TRAINER_ENGINES, Workbench, advantages, make_model
@@ -77,10 +79,37 @@ def test_a_checkpoint_loads_in_transformers(
     said = capsys.readouterr().out
     assert f"run run, step {1 if step is None else step}: {len(expected)} tensors, 0.001 GB in 1 file: {folder}" in said
     _assert_loads(folder, expected)
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (folder / name).read_bytes() == (place / "model" / name).read_bytes()
     assert AutoTokenizer.from_pretrained(folder).encode("1 + 1 = ")
     assert list((tmp_path / "new").iterdir()) == [folder]
+
+
+@pytest.mark.parametrize(
+    ("noted", "key"),
+    [
+        ({"dtype": "float32"}, "dtype"),
+        ({"torch_dtype": "float32"}, "torch_dtype"),
+        ({"dtype": "float32", "torch_dtype": "float16"}, "dtype"),
+        ({}, "torch_dtype"),
+    ],
+    ids=["new", "old", "both", "none"],
+)
+def test_the_configuration_says_bf16_as_the_weights_are(
+    place: Path, tmp_path: Path, noted: dict[str, str], key: str
+) -> None:
+    """In the model's own key, and in those of its parts; all else is as it came."""
+    shutil.copytree(place / "model", tmp_path / "model")
+    came = json.loads((place / "model" / "config.json").read_text())
+    came = {name: value for name, value in came.items() if name not in ("dtype", "torch_dtype")}
+    part = {"audio_config": {"dtype": "float32", "hidden_size": 7}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(came | noted | part))
+    out = tmp_path / "out"
+    write_folder([place / "saved1" / "weights.safetensors"], tmp_path / "model", out)
+    wanted = {name: "bfloat16" for name in {key, *noted}} | {"audio_config": {"dtype": "bfloat16", "hidden_size": 7}}
+    assert json.loads((out / "config.json").read_text()) == came | wanted
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
 
 
 def test_what_is_exported_is_what_the_trainer_computes_with(place: Path, tmp_path: Path) -> None:

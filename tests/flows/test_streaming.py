@@ -28,6 +28,7 @@ from tasks.data.examples import Dataset, Example, GraderSpec
 from tasks.data.grading import Grader, GraderError
 from tasks.data.split import prompt_id
 from tasks.data.tokens import TextCodec
+from tasks.deadlines import Limit
 from tasks.engines.protocols import EngineError, GenerateRequest, RolloutBatch
 from tasks.engines.registry import build_trainer
 from tasks.engines.transport import send
@@ -111,7 +112,7 @@ def _spawn(config: RunConfig, name: str) -> ActorHandle:
     await_ready({name: actor}, CLUSTER)
     payload = build_trainer(config, model).export_weights(config.recipe)
     ray.get(actor.build.remote(config, config.recipe, str(model), str(model)))
-    send(payload, RolloutLink(actor, PATIENCE_S), 2**20)
+    send(payload, RolloutLink(actor, Limit("deadlines.sync_s", PATIENCE_S)), 2**20)
     return actor
 
 
@@ -144,7 +145,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def _sampler(actor: ActorHandle, config: RunConfig, grader: Grader) -> Sampler:
     prompts = [f"{n} + {n} = " for n in range(PROMPTS)]
     dataset = Dataset(tuple(Example(prompt_id(p), p, "0") for p in prompts), (), GraderSpec("math_verify"))
-    return Sampler(Engines(actor, None), dataset, grader, TextCodec(Path(str(config.model.path))), config, 0)
+    return Sampler(
+        Engines(actor, None, config.deadlines), dataset, grader, TextCodec(Path(str(config.model.path))), config, 0
+    )
 
 
 def _threads() -> list[str]:
@@ -212,7 +215,7 @@ def test_an_engine_process_that_is_killed_after_a_group_fails_the_rollout(
     pid = ray.get(actor.script.remote("wait", str(tmp_path / "elsewhere")))
     (tmp_path / "victim").write_text(str(pid))
     with Grader(spec, 20.0) as grader:
-        with pytest.raises(PhaseError, match=r"^rollout: the engine's process died: "):
+        with pytest.raises(PhaseError, match=rf"^rollout: the engine's process died \(pid {pid} on [^)]*\): "):
             _sampler(actor, config, grader).sample(1)
         assert _threads() == []
     assert seen == {}

@@ -14,7 +14,7 @@ import ray
 from ray.actor import ActorHandle
 
 from conf.compose import compose
-from conf.schema import Cluster, RunConfig
+from conf.schema import Cluster, Deadlines, RunConfig
 from infra.ray_cluster import await_ready, ray_cluster, spawn
 from tasks.actors import RolloutActor, TrainerActor
 from tasks.calls import Engines, PhaseError
@@ -62,7 +62,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 def _actors(cluster: Cluster, model_dir: Path, rollout_class: type, name: str) -> Engines:
-    engines = Engines(spawn(rollout_class, f"r-{name}", 1, cluster), spawn(Pid, f"t-{name}", 1, cluster))
+    rollout, trainer = spawn(rollout_class, f"r-{name}", 1, cluster), spawn(Pid, f"t-{name}", 1, cluster)
+    engines = Engines(rollout, trainer, CONFIG.deadlines)
     await_ready({"rollout": engines.rollout, "trainer": engines.trainer}, cluster)
     ray.get(engines.trainer.build.remote(CONFIG, str(model_dir)))
     ray.get(engines.rollout.build.remote(CONFIG, CONFIG.recipe, str(model_dir), str(model_dir)))
@@ -112,7 +113,7 @@ def test_a_rollout_engine_killed_in_a_sync_ends_the_phase_and_a_new_one_takes_ov
     _fails(engines, cluster, r"sync \(transfer\): SyncError: installing chunk [23]: the rollout engine's process died")
     killer.join()
     # The trainer is none the worse for it.
-    engines.rollout = spawn(RolloutActor, "r-new", 1, cluster)
+    engines = Engines(spawn(RolloutActor, "r-new", 1, cluster), engines.trainer, engines.deadlines)
     ray.get(engines.rollout.build.remote(CONFIG, CONFIG.recipe, str(model_dir), str(model_dir)))
     assert _sync(engines, cluster)["version"] == 0
     _end(engines.rollout, engines.trainer)
@@ -123,10 +124,9 @@ def test_a_rollout_engine_that_hangs_in_a_sync_ends_the_phase(
     cluster: Cluster, model_dir: Path, tmp_path: Path
 ) -> None:
     engines, _ = _stalling(cluster, model_dir, tmp_path, "hangs")
-    message = (
-        r"sync \(transfer\): SyncError: installing chunk [23]: .* did not answer within cluster.sync_timeout_s = 3"
-    )
-    _fails(engines, cluster.model_copy(update={"sync_timeout_s": 3.0}), message)
+    engines.deadlines = Deadlines(sync_s=3.0)
+    late = r"the rollout engine: no answer within deadlines.sync_s = 3 s; allowed: "
+    _fails(engines, cluster, rf"sync \(transfer\): LateSyncError: installing chunk [23]: {late}")
     _end(engines.rollout, engines.trainer)
 
 
@@ -136,7 +136,7 @@ def test_a_trainer_killed_in_a_sync_ends_the_phase_and_leaves_the_rollout_engine
 ) -> None:
     engines, _ = _stalling(cluster, model_dir, tmp_path, "trainer")
     killer = _kill_when(tmp_path / "stalled", ray.get(engines.trainer.pid.remote()))
-    _fails(engines, cluster, r"sync \(transfer\): the engine's process died")
+    _fails(engines, cluster, r"sync \(transfer\): the trainer's process died")
     killer.join()
     _end(engines.rollout)
 
@@ -145,6 +145,6 @@ def test_a_trainer_killed_in_a_sync_ends_the_phase_and_leaves_the_rollout_engine
 def test_a_trainer_that_hangs_ends_the_phase(cluster: Cluster, model_dir: Path) -> None:
     engines = _actors(cluster, model_dir, RolloutActor, "stopped")
     os.kill(ray.get(engines.trainer.pid.remote()), signal.SIGSTOP)
-    message = r"sync \(transfer\): no answer within 4 s"
-    _fails(engines, cluster.model_copy(update={"sync_timeout_s": 2.0}), message)
+    engines.deadlines = Deadlines(sync_s=2.0)
+    _fails(engines, cluster, r"sync \(transfer\): the trainer: no answer within 2 x deadlines.sync_s = 2 s; allowed: ")
     _end(engines.rollout, engines.trainer)

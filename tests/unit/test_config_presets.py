@@ -158,3 +158,10 @@ def test_a_mixture_names_what_would_run_it(capsys: pytest.CaptureFixture[str]) -
 def test_presets_have_as_many_parameters_as_the_published_models(model: str, parameters: int) -> None:
     config = compose([f"model={model}", "trainer=megatron", "rollout=vllm", "recipe=bf16"])
     assert plan_run(config).parameters == parameters
+
+
+def test_the_models_of_the_accuracy_runs_fill_fp8_blocks() -> None:
+    plan = plan_run(compose(["model=qwen3_small", "recipe=fp8_e2e_kv"]))
+    assert plan.parameters == 58_604_288
+    assert plan.training.linears.kept == ("lm_head",)
+    assert len(plan.training.linears.quantized) == 7 * plan.layers == 56

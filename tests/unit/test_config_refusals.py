@@ -7,11 +7,12 @@ import pickle
 import pytest
 
 from conf.compose import ConfigError, compose
+from conf.overrides import FREE_MAPS
 from conf.problems import nearest_key
 
 TOP = (
-    "recipe, algorithm, correction, model, data, rollout, trainer, cluster, tracking, storage, benchmark, steps, seed, "
-    "eval_every, checkpoint_every, runs_dir, run_name, resume"
+    "recipe, algorithm, correction, model, data, rollout, trainer, cluster, deadlines, tracking, storage, benchmark, "
+    "sweep, steps, seed, eval_every, checkpoint_every, runs_dir, allocation_s, run_name, resume"
 )
 ALGORITHM = (
     "name, group_size, prompts_per_step, updates_per_step, advantage_baseline, advantage_scale, advantage_eps, ratio, "
@@ -20,7 +21,7 @@ ALGORITHM = (
 )
 RECIPES = "one of bf16, fp8_e2e, fp8_e2e_kv, fp8_rollout, fp8_rollout_kv"
 NAME = "letters, digits, `.`, `_`, `-`, no leading dot"
-REMOVABLE = "~ before data.parameters or rollout.engine_args or storage.options only"
+REMOVABLE = f"~ before {' or '.join(FREE_MAPS)} only"
 QUOTING = "a value with spaces or signs is quoted within the override: 'key=\"a value\"'"
 
 
@@ -174,7 +175,8 @@ def test_options_and_forms(override: str, line: str) -> None:
         ),
         (
             "data.kind=jsonk",
-            "data.kind = jsonk: not one of the choices; allowed: one of reasoning_gym, jsonl; did you mean jsonl?",
+            "data.kind = jsonk: not one of the choices; allowed: one of reasoning_gym, jsonl, synthetic; "
+            "did you mean jsonl?",
         ),
         ("run_name=a/b", f"run_name = a/b: not of the required form; allowed: a name ({NAME}) or null"),
         ("run_name=.x", f"run_name = .x: not of the required form; allowed: a name ({NAME}) or null"),

@@ -64,7 +64,12 @@ def test_rotary_frequencies_are_those_of_transformers(tmp_path: Path, rope: dict
 @pytest.mark.parametrize(
     "name, changes, message",
     [
-        ("llama_tied", {"model_type": "mistral"}, "model_type = mistral: .*allowed: qwen3, qwen2, llama, qwen3_moe"),
+        (
+            "llama_tied",
+            {"model_type": "gemma"},
+            "model_type = gemma: .*allowed: qwen3, qwen2, llama, mistral, qwen3_moe",
+        ),
+        ("mistral_narrow", {"sliding_window": 16}, "sliding_window = 16: .*allowed: None"),
         ("llama_tied", {"attention_bias": True}, "attention_bias = True"),
         ("llama_tied", {"mlp_bias": True}, "mlp_bias = True"),
         ("qwen2_bias", {"use_sliding_window": True, "max_window_layers": 0}, "use_sliding_window = True"),

@@ -15,11 +15,15 @@ from tasks.engines.protocols import EngineError
 
 
 class _Linear(nn.Module):
-    """As a layer of Transformer Engine with `num_gemms` products and a history of 4 updates."""
+    """As a module of Transformer Engine with `num_gemms` products and a history of 4 updates.
 
-    def __init__(self, num_gemms: int) -> None:
+    Grouped ones alone say how many; attention has 3 from its first pass on.
+    """
+
+    def __init__(self, num_gemms: int, says: bool = False) -> None:
         super().__init__()
-        self.num_gemms = num_gemms
+        if says:
+            self.num_gemms = num_gemms
         sides = {"scaling_fwd": 3 * num_gemms, "scaling_bwd": 2 * num_gemms}
         self.fp8_meta = {
             side: SimpleNamespace(scale=torch.ones(count), amax_history=torch.zeros(4, count))
@@ -32,7 +36,8 @@ class _Linear(nn.Module):
 
 
 def _model(experts: int) -> Any:
-    layer = nn.ModuleDict({"linear_proj": _Linear(1), "experts": _Linear(experts)})
+    parts = {"core_attention": _Linear(3), "linear_proj": _Linear(1), "experts": _Linear(experts, says=True)}
+    layer = nn.ModuleDict(parts)
     module = SimpleNamespace(decoder=SimpleNamespace(layers=nn.ModuleList([layer])), config=None)
     return SimpleNamespace(module=module, part=SimpleNamespace(layers=range(3, 4)))
 

@@ -55,6 +55,24 @@ def test_the_optimizer_by_its_precision(weights: str, state: str, element: int) 
     assert memory.optimizer == element * PARAMETERS
 
 
+def _trainer_bytes(*overrides: str) -> int:
+    return plan_run(compose(["model=qwen3_8b_base", "recipe=bf16", *overrides])).trainer_bytes
+
+
+def test_what_all_ranks_hold_together() -> None:
+    """BF16 weights and fp32 gradients on each of them; masters and moments once where they are distributed."""
+    assert _trainer_bytes() == 18 * PARAMETERS
+    assert _trainer_bytes("algorithm.kl_coef=0.01") == 20 * PARAMETERS
+    assert _trainer_bytes("trainer=megatron") == 18 * PARAMETERS
+    assert _trainer_bytes("trainer=megatron", "trainer.ranks=4") == (4 * 6 + 12) * PARAMETERS
+    whole = ("trainer=megatron", "trainer.ranks=4", "trainer.distributed_optimizer=false")
+    assert _trainer_bytes(*whole) == 4 * 18 * PARAMETERS
+    # Stages have parts of their own: each weight is on two of four ranks.
+    assert _trainer_bytes("trainer=megatron", "trainer.ranks=4", "trainer.pipeline_parallel_size=2") == (
+        (2 * 6 + 12) * PARAMETERS
+    )
+
+
 def test_quantised_weights_stand_beside_the_bf16_ones() -> None:
     assert _rank(recipe="fp8_rollout").fp8_copies == 0
     memory = _rank(recipe="fp8_e2e")

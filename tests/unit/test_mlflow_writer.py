@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from infra.mlflow_run import TrackedRun
+from infra.mlflow_run import RunSpec, TrackedRun, finish_abandoned
 from infra.mlflow_writer import WriterReport
 from tests.unit.mlflow_support import TIMEOUT_S, Setting, expected, free_port, mlflow_server, wait_for
 
@@ -310,3 +310,23 @@ def test_a_server_that_goes_away_and_comes_back(tmp_path: Path, uri: str, monkey
         assert len(setting.points(run_id, "odd")) == 1
         assert setting.client().get_run(run_id).info.status == "FINISHED"
         assert setting.run_ids() == [run_id]
+
+
+def test_runs_of_ended_flow_runs_are_finished_and_no_others(uri: str, tmp_path: Path) -> None:
+    def opened(name: str, tags: dict[str, str]) -> TrackedRun:
+        return TrackedRun.open(RunSpec(uri, "abandoned", name, tags=tags), name, None)
+
+    crashed, cancelled = opened("crashed", {"flow_run_id": "a"}), opened("cancelled", {"flow_run_id": "b"})
+    alive, foreign = opened("alive", {"flow_run_id": "c"}), opened("foreign", {})
+    done = opened("done", {"flow_run_id": "a"})
+    done.finish("FINISHED")
+    names = finish_abandoned(uri, "abandoned", {"a": "FAILED", "b": "KILLED"})
+    assert sorted(names) == ["cancelled", "crashed"]
+    client = Setting(tmp_path, uri).client()
+    expected_status = {crashed: "FAILED", cancelled: "KILLED", alive: "RUNNING", foreign: "RUNNING", done: "FINISHED"}
+    for run, status in expected_status.items():
+        assert client.get_run(run.run_id).info.status == status
+    assert finish_abandoned(uri, "abandoned", {"a": "FAILED", "b": "KILLED"}) == []
+    assert finish_abandoned(uri, "no such experiment", {"a": "FAILED"}) == []
+    absent = tmp_path / "none" / "mlflow.db"
+    assert finish_abandoned(f"sqlite:///{absent}", "abandoned", {"a": "FAILED"}) == [] and not absent.exists()

@@ -19,7 +19,7 @@ from tasks.numerics.calibration import (
     Scales,
     scale_from_amax,
 )
-from tasks.numerics.fp8 import decode, quantize_static
+from tasks.numerics.fp8 import decode, quantize_static, to_e4m3
 from tests.unit.numerics_support import nearest_value, one_torch_thread, randn
 
 MARGIN = 1.05
@@ -287,3 +287,21 @@ def test_static_codes_are_those_of_the_format() -> None:
     got = decode(quantize_static(k, scale)).reshape(-1).tolist()
     quotient = (k.numpy() / np.float32(scale)).reshape(-1).tolist()
     assert got == [nearest_value(v) for v in quotient]
+
+
+def test_what_underflows_is_what_the_cast_makes_zero() -> None:
+    bits = torch.arange(0x7F80, dtype=torch.int32)
+    every = (bits << 16).view(torch.float32)
+    # BF16 numbers, and fp32 ones beside the thresholds of their own scale.
+    for scale in (1.0, 0.7312, 3.0e-3, 1.05 / 448, 12345.678, 2.0**-60 * 1.9999999):
+        by = torch.tensor(scale, dtype=torch.float32)
+        edges = torch.stack([by * 2.0**-10, by * 448])
+        beside = [torch.nextafter(edges, torch.full_like(edges, way)) for way in (0.0, torch.inf)]
+        values = torch.cat([every, edges, *beside])
+        zero = (to_e4m3(values / by).view(torch.uint8) & 0x7F) == 0
+        observer = CalibrationObserver(1, 1.0, 100.0, {(0, part): float(by) for part in PARTS})
+        for part in PARTS:
+            observer.observe(0, part, values.view(1, 1, -1, 1), torch.ones(1, values.numel(), dtype=torch.bool))
+        metrics = observer.result().metrics
+        assert metrics["calibration/underflow_fraction"] == int((zero & (values != 0)).sum()) / int((values != 0).sum())
+        assert metrics["calibration/saturated_fraction"] == int((values > by * 448).sum()) / values.numel()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
 from conf.compose import compose
 from conf.problems import ConfigError
 from conf.schema import RunConfig
-from flows.doctor import processes
+from flows.cli import CONFIG_ERROR, OK, main
+from flows.doctor import nodes_of, processes
 from flows.inputs import check_inputs
-from flows.placement import Placement, placement, shortage
+from flows.placement import Placement, memory_shortage, placement, shortage
 from flows.record import PHASES
 from flows.steps import _merge, trainer_gpus
-from infra.device import DeviceFacts, Node
+from infra.device import Node, host_memory
+from tasks.engines.plan import plan_run
 
 GPU = ("rollout=vllm", "trainer=megatron", "recipe=bf16")
 EXISTING = ("cluster=existing", "cluster.address=head:6379")
@@ -76,7 +79,7 @@ def test_what_never_fits_is_said_with_what_there_is() -> None:
         lack is not None
         and "5 Ray actors (rollout, trainer ranks 0 to 3); 4 GPUs (rollout 0.4, trainer 0.6 each)" in lack
     )
-    assert lack.endswith("the cluster has 3 GPUs in all")
+    assert lack.endswith("the cluster has 3 GPUs in all; allowed: trainer.ranks up to 3, or trainer.device=cpu")
     many = ("trainer.threads=9", "rollout.threads=9")
     lack = shortage(placement(_config(*EXISTING, *many, ranks=2), 3), nodes, "the cluster")
     assert lack is not None and lack.endswith("the cluster has 24 CPU slots in all")
@@ -87,16 +90,109 @@ def test_what_never_fits_is_said_with_what_there_is() -> None:
 
 
 def test_a_run_that_this_machine_cannot_hold_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = DeviceFacts("Some GPU", 2, (9, 0), "13.0", 70.0, 80.0)
-    monkeypatch.setattr("flows.inputs.gpu_count", lambda: facts.count)
+    for module in ("inputs", "doctor"):
+        monkeypatch.setattr(f"flows.{module}.gpu_count", lambda: 2)
     monkeypatch.setattr("conf.preflight.find_spec", lambda name: name)
     check_inputs(_config(ranks=2))
     with pytest.raises(ConfigError, match=r"cluster.kind = local: the run asks for 5 Ray .* this machine has 2 GPUs"):
         check_inputs(_config(ranks=4))
     check_inputs(_config(*EXISTING, ranks=4))
-    assert processes(_config(ranks=2), facts)[1] is None
-    line, lack = processes(_config(ranks=4), facts)
-    assert line.endswith("this machine has 2 GPUs and 2 CPU slots in all") and lack is not None
+    places = nodes_of(_config(ranks=4))
+    assert processes(_config(ranks=4), places).endswith("this machine has 2 GPUs and 2 CPU slots in all")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "have", "wanted"),
+    [
+        (("trainer=megatron", "recipe=fp8_rollout_kv"), 0, "1 GPU (rollout 0, trainer 1) / trainer.device=cpu"),
+        (
+            ("trainer=megatron", "recipe=fp8_e2e", "trainer.ranks=2"),
+            0,
+            "2 GPUs (rollout 0, trainer 1 each) / trainer.device=cpu and a recipe that trains in BF16",
+        ),
+        (("recipe=bf16", "cluster.rollout_gpus=1"), 0, "1 GPU (rollout 1, trainer 0) / cluster.rollout_gpus=null"),
+        (
+            ("trainer=megatron", "recipe=bf16", "cluster.trainer_gpus=0.6"),
+            0,
+            "1 GPU (rollout 0, trainer 0.6) / cluster.trainer_gpus=null with trainer.device=cpu",
+        ),
+        (
+            ("rollout=vllm", "trainer=megatron", "recipe=bf16", "trainer.ranks=4"),
+            2,
+            "4 GPUs (rollout 0.4, trainer 0.6 each) / trainer.ranks up to 2, or trainer.device=cpu",
+        ),
+    ],
+)
+def test_a_run_without_its_gpus_is_told_what_it_could_do(overrides: tuple[str, ...], have: int, wanted: str) -> None:
+    config = compose(overrides)
+    lack = shortage(placement(config, have), (Node(2, have),), "this machine")
+    asked, allowed = wanted.split(" / ")
+    assert lack is not None and asked in lack
+    assert lack.endswith(f"this machine has {have} GPUs in all; allowed: {allowed}")
+
+
+def test_what_is_told_would_do() -> None:
+    for hint in (("trainer.device=cpu",), ("trainer.device=cpu", "cluster.trainer_gpus=null")):
+        config = compose(["trainer=megatron", "recipe=bf16", *hint])
+        assert shortage(placement(config, 0), (Node(2, 0),), "this machine") is None
+
+
+EIGHT = 8_190_735_360
+"""Parameters of qwen3_8b_base."""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "held"),
+    [
+        # Rollout weights in BF16; weights, fp32 gradients, masters and two moments of the trainer.
+        ((), 0, (2 + 18) * EIGHT),
+        (("trainer=megatron", "trainer.device=cpu"), 0, (2 + 18) * EIGHT),
+        (("rollout=vllm", "trainer=megatron", "trainer.device=cpu"), 1, 18 * EIGHT),
+        (("rollout=vllm", "trainer=megatron", "trainer.device=cpu"), 0, (2 + 18) * EIGHT + 268_435_456),
+        (("trainer=megatron",), 1, 2 * EIGHT),
+        (("rollout=vllm", "trainer=megatron"), 2, 0),
+        (EXISTING, 0, 0),
+    ],
+)
+def test_engines_on_the_cpu_need_its_memory(overrides: tuple[str, ...], gpus: int, held: int) -> None:
+    config = compose(["model=qwen3_8b_base", "recipe=bf16", *overrides])
+    plan = plan_run(config)
+    assert memory_shortage(config, plan, gpus, held) is None
+    if held:
+        lack = memory_shortage(config, plan, gpus, held - 1)
+        told = f"model.name = qwen3_8b_base: the engines on this machine's CPU hold {held / 1e9:,.1f} GB ("
+        assert lack is not None and lack.startswith(told)
+        assert lack.endswith(
+            f"it has {held / 1e9:,.1f} GB of memory; allowed: a smaller model, or rollout=vllm trainer=megatron "
+            "trainer.device=gpu on GPUs"
+        )
+
+
+def test_a_model_that_memory_cannot_hold_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("conf.preflight.find_spec", lambda name: name)
+    for module in ("inputs", "planning", "doctor"):
+        monkeypatch.setattr(f"flows.{module}.host_memory", lambda: 32_000_000_000)
+    command = ["train", "model=qwen3_8b_base", "trainer=megatron", "trainer.device=cpu", "recipe=bf16"]
+    command.append(f"runs_dir={tmp_path}/runs")
+    refused = "model.name = qwen3_8b_base: the engines on this machine's CPU hold 163.8 GB (rollout weights 16.4 GB"
+    assert main(command) == CONFIG_ERROR
+    assert refused in capsys.readouterr().err
+    # A plan may be for another machine.
+    assert main([*command, "--dry-run"]) == OK
+    shown = capsys.readouterr().out
+    assert f"  memory here      not on this machine: {refused}" in shown and "the weights are random" in shown
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_containers_memory_is_its_limit(tmp_path: Path) -> None:
+    limited, free, v1 = tmp_path / "limited", tmp_path / "free", tmp_path / "v1"
+    limited.write_text("1000000\n")
+    free.write_text("max\n")
+    v1.write_text(f"{2**63 - 4096}\n")
+    assert host_memory((limited, tmp_path / "none")) == 1_000_000
+    assert host_memory((free, v1)) == host_memory(()) > 1_000_000
 
 
 def test_a_plan_for_another_cluster_takes_it_as_large_enough() -> None:
@@ -120,3 +216,8 @@ def test_two_ranks_never_share_a_gpu(share: float) -> None:
 def test_a_rank_has_at_most_one_gpu(gpus: str, wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"cluster.trainer_gpus = .*{wrong}"):
         compose([f"cluster.trainer_gpus={gpus}"])
+
+
+def test_a_folder_of_runs_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "runs_dir=/proc/none/x", "steps=1"]) == CONFIG_ERROR
+    assert "runs_dir = /proc/none/x" in capsys.readouterr().err

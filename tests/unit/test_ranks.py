@@ -42,17 +42,17 @@ def _futures(*ends: BaseException | str | None) -> dict[int, Future[Any]]:
 
 
 def test_the_reason_is_waited_for_and_nothing_else_is() -> None:
-    assert _outcome(_futures(None, None, None)) == {}
+    assert _outcome(_futures(None, None, None), 60.0) == {}
     # Rank 2 never answers; a death is known already.
     died = ActorDiedError()
-    assert _outcome(_futures(GLOO, died, "pending")) == {0: GLOO, 1: died}
+    assert _outcome(_futures(GLOO, died, "pending"), 60.0) == {0: GLOO, 1: died}
     # Gloo's error on rank 0 came first, the reason later.
     late = _futures(GLOO, "pending", "pending")
     timer = threading.Timer(0.3, lambda: late[1].set_exception(died))
     timer.start()
-    assert _outcome(late) == {0: GLOO, 1: died}
+    assert _outcome(late, 60.0) == {0: GLOO, 1: died}
     # An error of its own is told although the others hang.
-    assert _outcome(_futures(OWN, "pending")) == {0: OWN}
+    assert _outcome(_futures(OWN, "pending"), 60.0) == {0: OWN}
 
 
 class _Ref:
@@ -76,10 +76,10 @@ def _failing(monkeypatch: pytest.MonkeyPatch, local: BaseException, *peers: Base
         raise local
 
     with pytest.raises(RankError) as caught:
-        ranks.call("train", fail, lambda rank, peer: _Ref(futures[rank]))
+        ranks.call("train", "train_s", fail, lambda rank, peer: _Ref(futures[rank]))
     assert ended == names
     with pytest.raises(RankError, match=r"^score: the ranks of the trainer cannot go on: rank"):
-        ranks.call("score", fail, lambda rank, peer: pytest.fail("reached"))
+        ranks.call("score", "score_s", fail, lambda rank, peer: pytest.fail("reached"))
     return str(caught.value)
 
 
@@ -103,14 +103,14 @@ def test_a_rank_that_keeps_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_one_rank_runs_in_the_calling_thread() -> None:
     """And what it raises comes as it is."""
     ranks = Ranks()
-    assert ranks.call("x", threading.get_ident, lambda rank, peer: None) == (threading.get_ident(), {})
+    assert ranks.call("x", "train_s", threading.get_ident, lambda rank, peer: None) == (threading.get_ident(), {})
 
     def fail() -> None:
         raise OWN
 
     for _ in range(2):
         with pytest.raises(ValueError, match="a real one"):
-            ranks.call("x", fail, lambda rank, peer: None)
+            ranks.call("x", "train_s", fail, lambda rank, peer: None)
 
 
 def test_the_port_of_a_meeting_is_held_and_ranks_that_came_are_known() -> None:

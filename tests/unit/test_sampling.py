@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,12 +66,13 @@ def _sampler(
     monkeypatch.setattr(flows.sampling, "rollout", world.rollout)
     monkeypatch.setattr(flows.sampling, "reward", world.reward)
 
-    def select(refs: list[int], graded: list[dict[str, Any]], algorithm: object) -> dict[str, Any]:
+    def select(refs: list[int], graded: list[dict[str, Any]], algorithm: object, clock: object) -> dict[str, Any]:
         return {"batch": refs, "advantages": torch.zeros(4), "metrics": {}, "seconds": 0.25}
 
     monkeypatch.setattr(flows.sampling, "select", select)
     anything: Any = None
-    return Sampler(anything, dataset, anything, _Codec(), config, drawn)  # type: ignore[arg-type]
+    engines: Any = SimpleNamespace(clock=lambda name: None)
+    return Sampler(engines, dataset, anything, _Codec(), config, drawn)  # type: ignore[arg-type]
 
 
 def test_one_batch_where_every_group_is_informative(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from conf.compose import compose
-from conf.schema import RunConfig
+from conf.schema import Deadlines, RunConfig
 from flows import steps
 from flows.steps import Stepper
 from tasks import bootstrap as beginning
-from tasks import rollout
+from tasks.calls import Engines
 from tasks.engines.protocols import TokenRows
 
 Course = list[str]
@@ -23,27 +23,29 @@ SHARED = ("rollout=vllm", "rollout.sleep_level=2", "recipe=fp8_rollout_kv")
 class _Actor:
     """As Ray's handle: notes the method that is asked for, which answers at once."""
 
-    def __init__(self, course: Course) -> None:
-        self._course = course
+    def __init__(self, course: Course, name: str) -> None:
+        self._course, self._name = course, name
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *_: self._course.append(method))
+        return SimpleNamespace(remote=lambda *_: self._course.append(self._name + method))
 
 
 def _engines(course: Course, monkeypatch: pytest.MonkeyPatch) -> Any:
-    for module in (rollout, beginning):
-        monkeypatch.setattr(module, "wait", lambda *_: None)
-    return SimpleNamespace(rollout=_Actor(course), trainer=_Actor(course))
+    monkeypatch.setattr(Engines, "answer", lambda *_: None)
+    rollout, trainer = _Actor(course, ""), _Actor(course, "")
+    return Engines(rollout, trainer, Deadlines())  # type: ignore[arg-type]
 
 
 def _evaluated(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Course:
     course: Course = []
     engines = _engines(course, monkeypatch)
-    monkeypatch.setattr(steps, "sync", lambda *_: course.append("sync") or {})
-    monkeypatch.setattr(steps, "evaluate", lambda *_: course.append("evaluate") or {"eval/accuracy": 0.5})
+    monkeypatch.setattr(steps, "sync", lambda *_: course.append("sync") or {"scales": {}})
+    found = {"metrics": {"eval/accuracy": 0.5}, "solved": []}
+    monkeypatch.setattr(steps, "evaluate", lambda *_: course.append("evaluate") or found)
     for part in ("Sampler", "input_digests"):
         monkeypatch.setattr(steps, part, lambda *_, **__: None)
     session: Any = SimpleNamespace(config=config, engines=engines, dataset=SimpleNamespace(eval=()), grader=None)
+    session.eval_results = SimpleNamespace(add=lambda *_: None)
     stepper = Stepper(session, None, "", (), 0)  # type: ignore[arg-type]
     assert stepper.evaluate(3) == {"eval/accuracy": 0.5}
     return course

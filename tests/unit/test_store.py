@@ -213,6 +213,19 @@ def test_prune_keeps_the_newest_and_what_may_be_in_progress(place: Place, files:
     assert [manifest.step for manifest in place.store.complete(RUN)] == [4, 3]
 
 
+def test_unfinished_attempts_go_when_nobody_writes_them(place: Place, files: dict[str, Path]) -> None:
+    assert place.store.remove_unfinished(RUN, 0) == 0
+    place.store.publish(RUN, 3, files, {})
+    before = place.names()
+    orphans = {step: f"{RUN}/attempts/{step:08d}-{'d' * 32}/weights.bin" for step in (2, 3, 4)}
+    for name in orphans.values():
+        place.write(name, b"half")
+    assert place.store.remove_unfinished(RUN, 3600) == 0
+    # S3 rounds times to seconds.
+    assert place.store.remove_unfinished(RUN, -2) == 1
+    assert place.names() == before | {orphans[3], orphans[4]}
+
+
 def test_a_crash_in_the_middle_of_a_prune_is_made_good_by_the_next(
     place: Place, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,14 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from conf.compose import compose
 from conf.schema import Calibration
 from tasks.engines.protocols import EngineError
 from tasks.engines.torch_attention import CachedAttention, WholeSequenceAttention, install_hook, scale_heads
 from tasks.engines.torch_linears import Fp8InferenceLinear
+from tasks.engines.torch_policy import TorchPolicy
 from tasks.numerics.calibration import CalibrationObserver
 from tasks.numerics.fp8_linear import BlockSpec
 from tasks.numerics.kv_scales import Scales
 from tasks.numerics.token_sample import sample_tokens
+from tests.engines.megatron_models import save_model
 
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 128, 8
 SCALES: Scales = {(0, "q"): 0.02, (0, "k"): 0.03, (0, "v"): 0.01}
@@ -255,6 +260,16 @@ def test_attention_that_the_engines_do_not_compute_is_refused() -> None:
         install_hook(nn.ModuleList([_Layer(0), _Layer(2)]), _attention(False))
     with pytest.raises(EngineError, match=r"attention layers found: \[\]"):
         install_hook(nn.Linear(2, 2), _attention(False))
+
+
+def test_a_window_that_only_the_configuration_has_is_refused(tmp_path: Path) -> None:
+    """A Mistral's attention modules do not say it."""
+    folder, recipe = save_model("mistral_narrow", tmp_path), compose(["recipe=bf16"]).recipe
+    assert TorchPolicy(folder, recipe, 1.0).layers == 2
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 16}))
+    with pytest.raises(EngineError, match="sliding_window = 16: sliding-window attention is not supported"):
+        TorchPolicy(folder, recipe, 1.0)
 
 
 def test_a_product_that_bypasses_the_held_weights_is_reported() -> None:

@@ -75,6 +75,8 @@ class Shelf(StepwiseSync):
 
     def sleep(self) -> None: ...
 
+    def _forget(self) -> None: ...
+
 
 class Pickled:
     """A receiver behind a pickle, as between processes; the sender's buffer is lost as soon as `receive` waited."""

@@ -52,6 +52,11 @@ def test_the_full_recipe() -> None:
     assert "gpu_memory_utilization" not in arguments
 
 
+def test_an_engine_with_a_cache_of_given_size_starts_beside_others() -> None:
+    """What vLLM wants free at its start is no measure of such a cache."""
+    assert _arguments("recipe=bf16", on_cpu=False)["gpu_memory_utilization"] == 0.01
+
+
 def test_bf16_asks_for_no_quantisation() -> None:
     arguments = _arguments("recipe=bf16")
     assert arguments["hf_overrides"] == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -16,7 +17,15 @@ from safetensors.torch import load_file
 
 from conf.schema import TinyArchitecture, WarmStart
 from tasks.engines import warm_start
-from tasks.engines.warm_start import Demonstration, WarmStartSpec, cached_warm_start, pad_supervised
+from tasks.engines.tiny_model import create_model
+from tasks.engines.warm_start import (
+    Demonstration,
+    WarmStartSpec,
+    _repeatable,
+    _train,
+    cached_warm_start,
+    pad_supervised,
+)
 
 SPEC = WarmStartSpec(
     architecture=TinyArchitecture(
@@ -118,6 +127,43 @@ def test_another_procedure_is_another_entry(monkeypatch: pytest.MonkeyPatch) -> 
     before = SPEC.digest()
     monkeypatch.setattr(warm_start, "_RECIPE_VERSION", 10**6)
     assert SPEC.digest() != before
+
+
+def test_a_cpus_entry_is_where_it_always_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody pays twice for a warm start because of what GPUs need."""
+    for library, version in (("torch", "1"), ("transformers", "2"), ("tokenizers", "3")):
+        monkeypatch.setattr(getattr(warm_start, library), "__version__", version)
+    assert SPEC.digest() == "949932ff6bf07e0c268278b812265f14ecfc18ac8d13179afcdba8cb91d6183f"
+
+
+def test_a_gpus_entry_is_its_kinds_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of the host do not shape it."""
+    on_gpu, names = replace(SPEC, device="cuda"), iter(("H200", "H200", "H100", "H200"))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: next(names))
+    first, other_threads, other_kind = on_gpu.digest(), replace(on_gpu, threads=7).digest(), on_gpu.digest()
+    monkeypatch.setattr("torch.version.cuda", "0.1")
+    other_cuda = on_gpu.digest()
+    assert first == other_threads
+    assert len({SPEC.digest(), first, other_kind, other_cuda}) == 4
+
+
+def test_what_trains_on_a_gpu_repeats_and_leaves_no_setting_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch raises for whatever has no kernel that repeats. No GPU is needed to look at the settings."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    training = SPEC.training
+    assert training is not None
+    pairs, losses = [([5, 6], [7, 1]), ([8], [9, 1])], []
+    for device in ("cpu", "cuda", "cuda"):
+        model = create_model(SPEC.architecture, 0, 1)
+        with _repeatable(device):  # type: ignore[arg-type]
+            assert torch.are_deterministic_algorithms_enabled() == (device == "cuda")
+            assert torch.backends.cuda.flash_sdp_enabled() == (device == "cpu")
+            seen: list[float] = []
+            _train(model, pairs, training, lambda step, loss, seen=seen: seen.append(loss))  # type: ignore[misc]
+        assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.flash_sdp_enabled()
+        losses.append(seen)
+    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+    assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
