@@ -38,6 +38,8 @@ ENGINES: Final = ("cluster=colocated", "rollout=vllm", "trainer=megatron") + (
 SHORT: Final = ("eval_every=2", "checkpoint_every=2", "data.eval_prompts=64", "algorithm.prompts_per_step=8")
 PHASES: Final = ("sync", "sleep", "rollout", "score", "train", "calibrate", "step")
 BOUND_S: Final = 60.0
+TAIL: Final = 8000
+"""Signs of the output of a run that failed which go to the file."""
 
 
 def _train(work: Path, *overrides: str) -> tuple[int, str, float]:
@@ -82,12 +84,12 @@ def runs(work: Path) -> list[Finding]:
         code, out, seconds = _train(work, f"recipe={recipe}", f"run_name={recipe}", "steps=4")
         journal = Journal(work / recipe / "journal.jsonl")
         final = journal.find("final", 4)
-        figures = {"seconds": round(seconds, 1), "median_s": _phases(journal), "tail": "" if final else out[-2000:]}
+        figures = {"seconds": round(seconds, 1), "median_s": _phases(journal), "tail": "" if final else out[-TAIL:]}
         found.append(finding(f"{recipe}: runs to the end", code == 0 and final is not None, **figures))
         found.append(finding(f"{recipe}: gives the memory back", _comes_back(before), before=before, after=_used()))
         code, out, seconds = _train(work, f"recipe={recipe}", f"resume={recipe}", "steps=6")
         last = Journal(work / recipe / "journal.jsonl").find("final", 6)
-        tail = "" if last else out[-2000:]
+        tail = "" if last else out[-TAIL:]
         found.append(
             finding(f"{recipe}: goes on", code == 0 and last is not None, seconds=round(seconds, 1), tail=tail)
         )
@@ -99,7 +101,7 @@ def late(work: Path) -> list[Finding]:
     before = _used()
     code, out, _ = _train(work, f"recipe={RECIPES[0]}", "steps=1", "deadlines.train_s=0.001")
     said = "LateError: train: the trainer: no answer within deadlines.train_s = 0.001 s" in out
-    tail = "" if said else out[-2000:]
+    tail = "" if said else out[-TAIL:]
     return [
         finding("a late trainer ends the run with 1", code == 1 and said, code=code, tail=tail),
         finding("nothing of it stays", _comes_back(before), before=before, after=_used()),
@@ -113,7 +115,7 @@ def warm_start(work: Path) -> list[Finding]:
         # The run is stopped by its first checkpoint: only what comes before is wanted.
         _, out, _ = _train(work / name, f"recipe={RECIPES[0]}", "steps=1", "deadlines.checkpoint_s=0.001")
         folders = sorted((work / name / "cache" / "warm_start").glob("*/sha256.json"))
-        made.append({path.parent.name: json.loads(path.read_text()) for path in folders} or {"none": out[-2000:]})
+        made.append({path.parent.name: json.loads(path.read_text()) for path in folders} or {"none": out[-TAIL:]})
         seconds.append(next((line for line in out.splitlines() if line.startswith("warm start: in")), ""))
     same = made[0] == made[1] and "none" not in made[0]
     return [finding("two warm starts are bitwise one", same, said=seconds, made=[] if same else made)]

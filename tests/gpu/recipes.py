@@ -1,11 +1,16 @@
 """Accuracy, mismatch and speed of the recipes on one GPU: a sweep in pieces, each within an allocation.
 
-    python -m tests.gpu.recipes OUT.json FOLDER --sweep-id ID [--sweep NAME] [--allocation SECONDS] [KEY=VALUE ...]
+    python -m tests.gpu.recipes OUT.json FOLDER --sweep-id ID [--sweep NAME] [--allocation SECONDS] [--beside N]
+        [KEY=VALUE ...]
 
 One call is one piece; while it ends with 3, the same command goes on. FOLDER holds runs, checkpoints and MLflow's
 store, and has to be at the same place each time: with it goes on what was begun, and with its `runs/mlflow.db` and
 `runs/mlartifacts` alone finished runs are known and others begin anew. After each piece all rows of the sweep are in
 OUT.json, those that were not run among them; the table is printed (see `tests.gpu.recipes_table`).
+
+A small model leaves most of a GPU idle: several calls with a FOLDER of their own, the same ID, other `sweep.seeds` and
+`cluster=local` (nobody sleeps) can share it. `--beside` says how many others do: such rows count for accuracy and
+mismatch, not for speed.
 """
 
 from __future__ import annotations
@@ -56,6 +61,7 @@ CONDITIONS: Final = (
     "algorithm.prompts_per_step",
     "algorithm.group_size",
     "algorithm.updates_per_step",
+    "cluster.share_gpus",
     "rollout.engine",
     "rollout.max_new_tokens",
     "rollout.temperature",
@@ -68,6 +74,7 @@ CONDITIONS: Final = (
     "data.task",
     "data.parameters",
     "data.eval_prompts",
+    "model.warm_start.steps",
     "recipe.calibration.refresh",
     "recipe.calibration.max_sequences",
 )
@@ -87,12 +94,12 @@ def _uri(folder: Path) -> str:
     return f"sqlite:///{folder}/runs/mlflow.db"
 
 
-def collect(folder: Path, sweep_id: str) -> list[Row]:
-    """A row for each planned run of a sweep, and for each other run that has its tag."""
+def collect(folder: Path, sweep_id: str, beside: int) -> list[Row]:
+    """A row for each planned run of a sweep, and for each other run that has its tag; `beside` as in `Row`."""
     client = open_client(_uri(folder))
     records = sweep_runs(client, EXPERIMENT, sweep_id)
     found = [load_run(client, record, key) for key, record in newest_of_each(records).items()]
-    rows = {(run.variant, run.seed): _row(run, sweep_id) for run in found}
+    rows = {(run.variant, run.seed): _row(run, sweep_id, beside) for run in found}
     plan = stored_plan(client, EXPERIMENT, sweep_id)
     planned = () if plan is None else plan[1]
     model = next((row.model for row in rows.values()), "unknown")
@@ -104,7 +111,7 @@ def _absent(child: PlannedChild, sweep_id: str, model: str) -> Row:
     return Row(model, sweep_id, child.variant, "unknown", "unknown", child.seed, "absent")
 
 
-def _row(run: SweepRun, sweep_id: str) -> Row:
+def _row(run: SweepRun, sweep_id: str, beside: int) -> Row:
     params, latest = run.record.params, run.record.latest
     prompts = sorted(run.solved)
     medians = {name: statistics.median(found) for name, key in PHASE_METRICS.items() if (found := run.values(key))}
@@ -125,6 +132,7 @@ def _row(run: SweepRun, sweep_id: str) -> Row:
         rollout_tokens_per_s=run.median(ROLLOUT_RATE),
         train_tokens_per_s=run.median(TRAIN_RATE),
         memory={key: value for key, value in latest.items() if key.startswith("memory/")},
+        beside=beside,
         conditions=_conditions(run),
     )
 
@@ -145,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sweep-id", required=True)
     parser.add_argument("--sweep", default="recipes_h200", help="option of the group sweep (default: %(default)s)")
     parser.add_argument("--allocation", type=float, help="seconds that this call may take")
+    parser.add_argument("--beside", type=int, default=0, help="other calls that use the GPU meanwhile")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     chosen = parser.parse_intermixed_args(arguments)
     prepare_environment(local_ray=False)
@@ -152,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = run_piece(chosen.sweep, chosen.sweep_id, folder, chosen.allocation, chosen.overrides)
     if code == 2:
         return code
-    save(chosen.out, collect(folder, chosen.sweep_id))
+    save(chosen.out, collect(folder, chosen.sweep_id, chosen.beside))
     print(table([row for row in load(chosen.out) if row.sweep_id == chosen.sweep_id]))
     return code
 

@@ -34,7 +34,8 @@ class Row:
 
     `recipe`: name of the row in its sweep, `precision`: of its recipe. `answers`: 0 or 1 for each eval prompt at the
     end, in the order of their ids, of which `prompts` is a digest. `mismatch`: by metric and step. `phases`: medians
-    over steps. `status`: FINISHED, another word of MLflow, or absent; `conditions`: of machine and configuration.
+    over steps. `status`: FINISHED, another word of MLflow, or absent; `beside`: other runs that used the GPU meanwhile,
+    with which a time says nothing; `conditions`: of machine and configuration.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Row:
     rollout_tokens_per_s: float | None = None
     train_tokens_per_s: float | None = None
     memory: Mapping[str, float] = field(default_factory=dict)
+    beside: int = 0
     conditions: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -103,6 +105,10 @@ def _sweep(rows: Sequence[Row], baseline: str) -> str:
         head = list(lines[0])
         text += ["", _cells(head), "|" + "---|" * 2 + "---:|" * (len(head) - 3) + "---|"]
         text += [_cells(list(line.values())) for line in lines]
+    timed = sorted({row.seed for row in rows if row.finished and not row.beside})
+    if any(row.beside for row in rows if row.finished):
+        seeds = f"seed {', '.join(map(str, timed))}, which" if timed else "no seed: none"
+        text += ["", f"Times and rates are of {seeds} had the GPU alone."]
     missing = [f"{row.recipe} seed {row.seed} ({row.status})" for row in rows if not row.finished]
     if missing:
         text += ["", f"Not run to the end: {', '.join(missing)}."]
@@ -117,8 +123,10 @@ def _line(name: str, rows: Sequence[Row], base: Sequence[Row], baseline: str) ->
     pairs = [] if name == baseline else [(row, other) for row in rows for other in base if row.seed == other.seed]
     difference = _difference(pairs)
     errors, divergence = (_medians(rows, metric) for metric in ("token_mult_prob_error", "gen_kl"))
+    alone = [row for row in rows if not row.beside]
+    timed = [pair for pair in pairs if not any(row.beside for row in pair)]
     worst = [max(row.mismatch["token_mult_prob_error"]) for row in rows if row.mismatch.get("token_mult_prob_error")]
-    train = _over(rows, lambda row: row.phases.get("train"))
+    train = _over(alone, lambda row: row.phases.get("train"))
     return {
         "recipe": f"`{name}`",
         "correction": ", ".join(dict.fromkeys(row.correction for row in rows)),
@@ -127,12 +135,12 @@ def _line(name: str, rows: Sequence[Row], base: Sequence[Row], baseline: str) ->
         "mismatch, median": number(errors, ".4f"),
         "max": number(max(worst) if worst else None, ".4f"),
         "gen_kl, median": number(divergence, ".1e"),
-        "rollout tokens/s": number(_over(rows, lambda row: row.rollout_tokens_per_s), ",.0f"),
+        "rollout tokens/s": number(_over(alone, lambda row: row.rollout_tokens_per_s), ",.0f"),
         "train ms": number(None if train is None else 1000 * train, ",.0f"),
-        "sync s": number(_over(rows, lambda row: row.phases.get("sync")), ".3f"),
-        "calibrate s": number(_over(rows, lambda row: row.phases.get("calibrate")), ".3f"),
-        "step s": number(_over(rows, lambda row: row.phases.get("step")), ".2f"),
-        "speed-up, step": interval(_speedup(pairs), ".2f"),
+        "sync s": number(_over(alone, lambda row: row.phases.get("sync")), ".3f"),
+        "calibrate s": number(_over(alone, lambda row: row.phases.get("calibrate")), ".3f"),
+        "step s": number(_over(alone, lambda row: row.phases.get("step")), ".2f"),
+        "speed-up, step": interval(_speedup(timed), ".2f"),
         f"accuracy - `{baseline}`": interval(difference, "+.3f"),
         "parity": "" if name == baseline else verdict(difference),
     }

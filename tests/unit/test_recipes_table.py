@@ -78,6 +78,19 @@ def test_what_was_not_run_is_listed_and_in_no_figure() -> None:
     assert fp8["seeds"] == "1" and fp8["parity"] == "not resolved (1 seed)" and fp8["speed-up, step"] == "2.00"
 
 
+def test_a_run_beside_others_counts_for_accuracy_and_not_for_speed() -> None:
+    rows = [_row(recipe, seed, beside=seed) for recipe in ("bf16", "fp8_e2e") for seed in (0, 1)]
+    text = table(rows)
+    fp8 = _cells(text, "fp8_e2e")
+    assert (fp8["seeds"], fp8["parity"]) == ("2", "parity")
+    # Seed 0 alone: 2 s in BF16 and 1 s in FP8.
+    assert (fp8["step s"], fp8["speed-up, step"], fp8["rollout tokens/s"]) == ("1.00", "2.00", "1,000")
+    assert "Times and rates are of seed 0, which had the GPU alone." in text
+    shared = table([replace(row, beside=1) for row in rows])
+    assert _cells(shared, "fp8_e2e")["step s"] == "-" and "of no seed: none had the GPU alone" in shared
+    assert "had the GPU alone" not in table([replace(row, beside=0) for row in rows])
+
+
 def test_other_prompts_are_no_pair() -> None:
     text = table([_row("bf16", 0), _row("fp8_e2e", 0, prompts="another")])
     assert _cells(text, "fp8_e2e")["accuracy - `bf16`"] == "-"
