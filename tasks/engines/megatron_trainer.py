@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -49,6 +51,7 @@ def build(config: RunConfig, model_dir: Path, rank: int = 0, rendezvous: str | N
     from tasks.engines import megatron_cpu
 
     if on_gpu:
+        _one_cudnn()
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
         megatron_cpu.install()
@@ -66,6 +69,29 @@ def _repeat_bitwise() -> None:
     """Kernels from here on repeat their results; what has no such kernel is an error of PyTorch's."""
     os.environ |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     torch.use_deterministic_algorithms(True)
+
+
+def _one_cudnn() -> None:
+    """Have Transformer Engine use the cuDNN of torch's own package, where there is one and nobody chose another.
+
+    By itself it takes the system's first. torch may have loaded part of its own by then, as in a warm start, and two
+    versions refuse each other: an undefined symbol at import, or CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED in attention.
+    `EngineError` for a library of the package that does not load.
+    """
+    if os.environ.keys() & {"CUDNN_HOME", "CUDNN_PATH"}:
+        return
+    try:
+        found = importlib.util.find_spec("nvidia.cudnn")
+    except ModuleNotFoundError:
+        return
+    for folder in () if found is None else found.submodule_search_locations or ():
+        for library in sorted(Path(folder).glob("lib/libcudnn*.so.*")):
+            os.environ["CUDNN_HOME"] = folder
+            try:
+                # Whoever asks for a part by name gets this one from here on.
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                raise EngineError(f"trainer.device = gpu: cuDNN of torch's package does not load: {error}") from error
 
 
 def _prepare_environment(wanted: dict[str, str]) -> None:
