@@ -44,6 +44,8 @@ def build(config: RunConfig, model_dir: Path, rank: int = 0, rendezvous: str | N
     if on_gpu and not torch.cuda.is_available():
         raise EngineError("trainer.device = gpu: this machine has no CUDA; allowed: cpu, for tests")
     _prepare_environment(dict(precision_arguments(recipe, on_gpu).environment))
+    if on_gpu:
+        _one_cudnn()
     if trainer.deterministic:
         _repeat_bitwise()
     torch.set_num_threads(trainer.threads)
@@ -51,7 +53,6 @@ def build(config: RunConfig, model_dir: Path, rank: int = 0, rendezvous: str | N
     from tasks.engines import megatron_cpu
 
     if on_gpu:
-        _one_cudnn()
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
         megatron_cpu.install()
