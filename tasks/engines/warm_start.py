@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -78,15 +79,33 @@ class WarmStartSpec:
 def cached_warm_start(spec: WarmStartSpec, cache: Path, progress: Callable[[int, float], None]) -> tuple[Path, bool]:
     """Folder of the warm-started model under `cache`, made if it is missing; True when it was there already.
 
-    A folder appears whole or not at all; of two runs that build the same one, the first to finish wins.
+    A folder appears whole or not at all. Of runs that want the same one at once, one makes it and the others wait;
+    where the disk has no locks all of them make it, and the first to finish wins.
     """
     target = cache / spec.digest()
-    if target.is_dir():
-        if _is_intact(target):
-            return target, True
-        log.warning("the cached warm start %s is damaged and is made anew", target)
-        shutil.rmtree(target)
     cache.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(cache / f"{target.name}.lock"):
+        if target.is_dir():
+            if _is_intact(target):
+                return target, True
+            log.warning("the cached warm start %s is damaged and is made anew", target)
+            shutil.rmtree(target)
+        _make(spec, target, cache, progress)
+    return target, False
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Hold a lock that ends with this process, however that ends."""
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            log.warning("%s: no lock can be had here (%s); runs beside this one may do its work, too", path, error)
+        yield
+
+
+def _make(spec: WarmStartSpec, target: Path, cache: Path, progress: Callable[[int, float], None]) -> None:
     building = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
     try:
         _build(spec, building, progress)
@@ -97,7 +116,6 @@ def cached_warm_start(spec: WarmStartSpec, cache: Path, progress: Callable[[int,
             raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    return target, False
 
 
 def _sums(folder: Path) -> dict[str, str]:

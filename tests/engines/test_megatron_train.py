@@ -13,7 +13,13 @@ from tests.flows.runs import SMALL, points, train
 if find_spec("megatron") is None:
     pytest.skip("Megatron Core is not installed (extra engines-cpu)", allow_module_level=True)
 
-MEGATRON = ("trainer=megatron", "trainer.device=cpu", "recipe=fp8_rollout_kv", "trainer.tokens_per_micro_batch=512")
+MEGATRON = (
+    "trainer=megatron",
+    "trainer.device=cpu",
+    "recipe=fp8_rollout_kv",
+    "trainer.tokens_per_micro_batch=512",
+    "trainer.optimizer.learning_rate=2e-4",
+)
 BASE = tuple(setting for setting in SMALL if not setting.startswith("trainer."))
 TWO = ("trainer.ranks=2", "trainer.threads=1")
 TENSOR = (*TWO, "trainer.tensor_parallel_size=2")

@@ -32,7 +32,7 @@ def test_every_recipe_runs(recipe: str, runs_dir: Path) -> None:
 
 def test_local_model_and_jsonl_data(runs_dir: Path, tmp_path: Path) -> None:
     succeeded(train(["run_name=for-model", "steps=1"], runs_dir))
-    (model,) = (runs_dir / "cache" / "warm_start").iterdir()
+    (model,) = (path for path in (runs_dir / "cache" / "warm_start").iterdir() if path.is_dir())
     rows = tmp_path / "sums.jsonl"
     sums = [(a, b) for a in range(20) for b in range(20)]
     rows.write_text("\n".join(json.dumps({"question": f"{a} + {b} =", "answer": f"so #### {a + b}"}) for a, b in sums))

@@ -1,9 +1,10 @@
 """Rows of `results/recipes.json`, and the Markdown table that they make.
 
-    python -m tests.gpu.recipes_table FILE.json ... [--merge OUT.json]
+    python -m tests.gpu.recipes_table FILE.json ... [--merge OUT.json] [--times ID]
 
-Several files are pieces of the same sweeps, from machines or GPUs of their own. A row is one run, or the place of one
-that was not run. Nothing here needs a GPU or MLflow.
+Times and rates are of runs that had the GPU alone; with --times of those of sweep ID, which then has no table of its
+own. Several files are pieces of the same sweeps, from machines or GPUs of their own. A row is one run, or the place of
+one that was not run. Nothing here needs a GPU or MLflow.
 """
 
 from __future__ import annotations
@@ -87,28 +88,45 @@ def save(path: Path, rows: Sequence[Row]) -> None:
     path.write_text(f"[\n{lines}\n]\n")
 
 
-def table(rows: Sequence[Row], baseline: str = "bf16") -> str:
-    """Markdown: a table for each sweep, and what could not be run."""
+def table(rows: Sequence[Row], baseline: str = "bf16", times: str | None = None) -> str:
+    """Markdown: a table for each sweep, and what could not be run. `times`: id of a sweep whose runs are the clock."""
     sweeps: dict[str, list[Row]] = {}
     for row in rows:
         sweeps.setdefault(row.sweep_id, []).append(row)
-    return "\n\n".join(_sweep(members, baseline) for members in sweeps.values())
+    clock = None if times is None else sweeps.pop(times, [])
+    return "\n\n".join(_sweep(members, baseline, clock) for members in sweeps.values())
 
 
-def _sweep(rows: Sequence[Row], baseline: str) -> str:
+def _alone(rows: Sequence[Row], clock: Sequence[Row] | None) -> list[Row]:
+    """Finished runs of the models of `rows` that had the GPU to themselves: of the clock, or without one of `rows`."""
+    models = {row.model for row in rows}
+    candidates = rows if clock is None else clock
+    return [row for row in candidates if row.finished and not row.beside and row.model in models]
+
+
+def _whose_times(rows: Sequence[Row], alone: Sequence[Row]) -> list[str]:
+    """A line on runs whose times count, where they are not all of `rows`."""
+    if list(alone) == [row for row in rows if row.finished]:
+        return []
+    if not alone:
+        return ["", "No run had the GPU alone: there are no times and rates."]
+    seeds = ", ".join(map(str, sorted({row.seed for row in alone})))
+    steps = ", ".join(sorted({str(len(row.mismatch.get("token_mult_prob_error", ()))) for row in alone}))
+    return ["", f"Times and rates are of runs that had the GPU alone: seed {seeds}, {steps} steps."]
+
+
+def _sweep(rows: Sequence[Row], baseline: str, clock: Sequence[Row] | None) -> str:
     model = ", ".join(dict.fromkeys(row.model for row in rows if row.finished)) or "unknown"
     recipes = list(dict.fromkeys(row.recipe for row in rows))
     done = {name: [row for row in rows if row.recipe == name and row.finished] for name in recipes}
-    lines = [_line(name, members, done.get(baseline, []), baseline) for name, members in done.items() if members]
+    alone = _alone(rows, clock)
+    lines = [_line(name, members, done.get(baseline, []), baseline, alone) for name, members in done.items() if members]
     text = [f"Model {model}; gen_kl beside NeMo RL's bounds for 8B, {GATES}:"]
     if lines:
         head = list(lines[0])
         text += ["", _cells(head), "|" + "---|" * 2 + "---:|" * (len(head) - 3) + "---|"]
         text += [_cells(list(line.values())) for line in lines]
-    timed = sorted({row.seed for row in rows if row.finished and not row.beside})
-    if any(row.beside for row in rows if row.finished):
-        seeds = f"seed {', '.join(map(str, timed))}, which" if timed else "no seed: none"
-        text += ["", f"Times and rates are of {seeds} had the GPU alone."]
+    text += _whose_times(rows, alone)
     missing = [f"{row.recipe} seed {row.seed} ({row.status})" for row in rows if not row.finished]
     if missing:
         text += ["", f"Not run to the end: {', '.join(missing)}."]
@@ -119,14 +137,24 @@ def _cells(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _line(name: str, rows: Sequence[Row], base: Sequence[Row], baseline: str) -> dict[str, str]:
-    pairs = [] if name == baseline else [(row, other) for row in rows for other in base if row.seed == other.seed]
-    difference = _difference(pairs)
+def _pairs(rows: Sequence[Row], base: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Runs of equal seeds."""
+    return [(row, other) for row in rows for other in base if row.seed == other.seed]
+
+
+def _line(name: str, rows: Sequence[Row], base: Sequence[Row], baseline: str, alone: Sequence[Row]) -> dict[str, str]:
+    difference = None if name == baseline else _difference(_pairs(rows, base))
+    return {
+        **_accuracies(name, rows),
+        **_times(name, alone, baseline),
+        f"accuracy - `{baseline}`": interval(difference, "+.3f"),
+        "parity": "" if name == baseline else verdict(difference),
+    }
+
+
+def _accuracies(name: str, rows: Sequence[Row]) -> dict[str, str]:
     errors, divergence = (_medians(rows, metric) for metric in ("token_mult_prob_error", "gen_kl"))
-    alone = [row for row in rows if not row.beside]
-    timed = [pair for pair in pairs if not any(row.beside for row in pair)]
     worst = [max(row.mismatch["token_mult_prob_error"]) for row in rows if row.mismatch.get("token_mult_prob_error")]
-    train = _over(alone, lambda row: row.phases.get("train"))
     return {
         "recipe": f"`{name}`",
         "correction": ", ".join(dict.fromkeys(row.correction for row in rows)),
@@ -135,14 +163,20 @@ def _line(name: str, rows: Sequence[Row], base: Sequence[Row], baseline: str) ->
         "mismatch, median": number(errors, ".4f"),
         "max": number(max(worst) if worst else None, ".4f"),
         "gen_kl, median": number(divergence, ".1e"),
-        "rollout tokens/s": number(_over(alone, lambda row: row.rollout_tokens_per_s), ",.0f"),
+    }
+
+
+def _times(name: str, alone: Sequence[Row], baseline: str) -> dict[str, str]:
+    rows = [row for row in alone if row.recipe == name]
+    pairs = [] if name == baseline else _pairs(rows, [row for row in alone if row.recipe == baseline])
+    train = _over(rows, lambda row: row.phases.get("train"))
+    return {
+        "rollout tokens/s": number(_over(rows, lambda row: row.rollout_tokens_per_s), ",.0f"),
         "train ms": number(None if train is None else 1000 * train, ",.0f"),
-        "sync s": number(_over(alone, lambda row: row.phases.get("sync")), ".3f"),
-        "calibrate s": number(_over(alone, lambda row: row.phases.get("calibrate")), ".3f"),
-        "step s": number(_over(alone, lambda row: row.phases.get("step")), ".2f"),
-        "speed-up, step": interval(_speedup(timed), ".2f"),
-        f"accuracy - `{baseline}`": interval(difference, "+.3f"),
-        "parity": "" if name == baseline else verdict(difference),
+        "sync s": number(_over(rows, lambda row: row.phases.get("sync")), ".3f"),
+        "calibrate s": number(_over(rows, lambda row: row.phases.get("calibrate")), ".3f"),
+        "step s": number(_over(rows, lambda row: row.phases.get("step")), ".2f"),
+        "speed-up, step": interval(_speedup(pairs), ".2f"),
     }
 
 
@@ -196,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table of all files' rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--times", metavar="ID", help="sweep whose runs had the GPU alone")
     parser.add_argument("--merge", type=Path, help="write the rows of all files here, too")
     chosen = parser.parse_args(arguments)
     for path in chosen.files:
@@ -204,7 +239,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = merged(row for path in chosen.files for row in load(path))
     if chosen.merge is not None:
         save(chosen.merge, rows)
-    print(table(rows))
+    if chosen.times is not None and all(row.sweep_id != chosen.times for row in rows):
+        known = ", ".join(dict.fromkeys(row.sweep_id for row in rows))
+        parser.error(f"--times {chosen.times}: no such sweep; there are {known}")
+    print(table(rows, times=chosen.times))
     return 0
 
 

@@ -60,7 +60,7 @@ def test_a_torch_run_has_the_keys_that_it_always_had() -> None:
 
 def test_yaml_and_schema_agree_on_defaults() -> None:
     trainer = compose(BASE).trainer
-    assert trainer == MegatronTrainer(optimizer=Optimizer())
+    assert trainer == MegatronTrainer(optimizer=Optimizer(learning_rate=1e-6))
     assert trainer.lr_schedule == LrSchedule()  # type: ignore[union-attr]
 
 
@@ -194,7 +194,7 @@ def test_multiples_of_a_micro_batch(overrides: list[str], multiple: int, row: in
                 "trainer.lr_schedule.decay_updates=9",
                 "trainer.lr_schedule.min_lr=1e-3",
             ],
-            "trainer.lr_schedule.min_lr = 0.001: exceeds trainer.optimizer.learning_rate 0.0002",
+            "trainer.lr_schedule.min_lr = 0.001: exceeds trainer.optimizer.learning_rate 1e-06",
         ),
         (
             [*FP8, "recipe.training_linears.scaling=channel"],

@@ -85,10 +85,25 @@ def test_a_run_beside_others_counts_for_accuracy_and_not_for_speed() -> None:
     assert (fp8["seeds"], fp8["parity"]) == ("2", "parity")
     # Seed 0 alone: 2 s in BF16 and 1 s in FP8.
     assert (fp8["step s"], fp8["speed-up, step"], fp8["rollout tokens/s"]) == ("1.00", "2.00", "1,000")
-    assert "Times and rates are of seed 0, which had the GPU alone." in text
+    assert "Times and rates are of runs that had the GPU alone: seed 0, 3 steps." in text
     shared = table([replace(row, beside=1) for row in rows])
-    assert _cells(shared, "fp8_e2e")["step s"] == "-" and "of no seed: none had the GPU alone" in shared
-    assert "had the GPU alone" not in table([replace(row, beside=0) for row in rows])
+    assert _cells(shared, "fp8_e2e")["step s"] == "-" and "No run had the GPU alone" in shared
+    assert "the GPU alone" not in table([replace(row, beside=0) for row in rows])
+
+
+def test_times_can_be_those_of_another_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [_row(recipe, seed, beside=1) for recipe in ("bf16", "fp8_e2e") for seed in (0, 1)]
+    clock = [_row(recipe, 1, sweep_id="clock", phases={"step": s}) for recipe, s in (("bf16", 3.0), ("fp8_e2e", 2.0))]
+    foreign = _row("fp8_e2e", 0, sweep_id="clock", model="large", phases={"step": 9.0})
+    save(tmp_path / "rows.json", [*rows, *clock, foreign])
+    assert main([str(tmp_path / "rows.json"), "--times", "clock"]) == 0
+    text = capsys.readouterr().out
+    fp8 = _cells(text, "fp8_e2e")
+    assert (fp8["seeds"], fp8["step s"], fp8["speed-up, step"], fp8["train ms"]) == ("2", "2.00", "1.50", "-")
+    assert text.count("Model small") == 1 and "alone: seed 1, 3 steps." in text
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "rows.json"), "--times", "watch"])
+    assert "--times watch: no such sweep; there are s, clock" in capsys.readouterr().err
 
 
 def test_other_prompts_are_no_pair() -> None:

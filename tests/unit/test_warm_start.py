@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,6 +59,11 @@ def _equal(a: Path, b: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+def _entries(cache: Path) -> list[str]:
+    """All that is in a cache but the locks of builds."""
+    return [path.name for path in cache.iterdir() if path.suffix != ".lock"]
+
+
 def test_a_second_run_takes_the_first_ones_model(tmp_path: Path) -> None:
     seen: list[tuple[int, float]] = []
     folder, cached = cached_warm_start(SPEC, tmp_path / "cache", lambda step, loss: seen.append((step, loss)))
@@ -67,7 +74,7 @@ def test_a_second_run_takes_the_first_ones_model(tmp_path: Path) -> None:
     again, cached = cached_warm_start(SPEC, tmp_path / "cache", lambda step, loss: pytest.fail("built again"))
     assert (again, cached) == (folder, True)
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [SPEC.digest()]
+    assert _entries(tmp_path / "cache") == [SPEC.digest()]
 
 
 def test_the_same_inputs_give_the_same_weights(tmp_path: Path) -> None:
@@ -172,7 +179,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         cached_warm_start(SPEC, tmp_path, stop)
-    assert list(tmp_path.iterdir()) == []
+    assert _entries(tmp_path) == []
     folder, cached = cached_warm_start(SPEC, tmp_path, _ignore)
     assert not cached and _weights(folder)
 
@@ -193,7 +200,7 @@ def test_a_disk_error_is_not_taken_for_a_lost_race(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(warm_start.os, "replace", full)
     with pytest.raises(OSError, match="No space left on device"):
         cached_warm_start(SPEC, tmp_path, _ignore)
-    assert list(tmp_path.iterdir()) == []
+    assert _entries(tmp_path) == []
 
 
 def test_the_loser_of_a_race_takes_the_winners_folder(tmp_path: Path) -> None:
@@ -208,11 +215,30 @@ def test_the_loser_of_a_race_takes_the_winners_folder(tmp_path: Path) -> None:
     folder, cached = cached_warm_start(SPEC, tmp_path, other_finishes)
     assert not cached
     assert (folder / "model.safetensors").read_bytes() == b"the winner's"
-    assert [path.name for path in tmp_path.iterdir()] == [SPEC.digest()]
+    assert _entries(tmp_path) == [SPEC.digest()]
 
 
-def test_two_builds_at_the_same_time_end_with_one_whole_model(tmp_path: Path) -> None:
-    """Both are past their last step before either can put its folder in place."""
+def test_who_wants_what_another_is_making_waits_for_it(tmp_path: Path) -> None:
+    begun, waits = threading.Event(), threading.Event()
+
+    def first(step: int, loss: float) -> None:
+        begun.set()
+        assert waits.wait(60)
+
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(cached_warm_start, SPEC, tmp_path, first)
+        assert begun.wait(60)
+        two = pool.submit(cached_warm_start, SPEC, tmp_path, lambda step, loss: pytest.fail("built twice"))
+        with pytest.raises(TimeoutError):
+            two.result(timeout=0.2)
+        waits.set()
+        assert one.result() == (tmp_path / SPEC.digest(), False)
+        assert two.result() == (tmp_path / SPEC.digest(), True)
+
+
+def test_two_builds_at_the_same_time_end_with_one_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk without locks; both are past their last step before either can put its folder in place."""
+    monkeypatch.setattr(warm_start.fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
     cache, begun, meet = tmp_path / "cache", threading.Event(), threading.Barrier(2, timeout=60)
 
     def first(step: int, loss: float) -> None:
@@ -230,7 +256,7 @@ def test_two_builds_at_the_same_time_end_with_one_whole_model(tmp_path: Path) ->
         assert begun.wait(60)
         two = pool.submit(cached_warm_start, SPEC, cache, second)
         assert one.result() == two.result() == (cache / SPEC.digest(), False)
-    assert [path.name for path in cache.iterdir()] == [SPEC.digest()]
+    assert _entries(cache) == [SPEC.digest()]
     alone, _ = cached_warm_start(SPEC, tmp_path / "alone", _ignore)
     assert _equal(alone, cache / SPEC.digest())
 
@@ -238,6 +264,7 @@ def test_two_builds_at_the_same_time_end_with_one_whole_model(tmp_path: Path) ->
 RACER = """
 import sys, time
 from pathlib import Path
+from unittest.mock import Mock
 from tasks.engines.warm_start import cached_warm_start
 from tests.unit.test_warm_start import SPEC
 
@@ -268,7 +295,7 @@ def test_two_processes_that_race_end_with_one_whole_model(tmp_path: Path) -> Non
         out, err = racer.communicate(timeout=120)
         assert racer.returncode == 0, err
         assert out.strip() == str(cache / SPEC.digest())
-    assert [path.name for path in cache.iterdir()] == [SPEC.digest()]
+    assert _entries(cache) == [SPEC.digest()]
     alone, _ = cached_warm_start(SPEC, tmp_path / "alone", _ignore)
     assert _equal(alone, cache / SPEC.digest())
 
