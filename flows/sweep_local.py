@@ -40,7 +40,7 @@ class LocalRuns:
         limit, log, began = self._config.sweep.child_timeout_s, self._logs / f"{child.name}.log", time.time()
         seconds, most = self._allocation.for_a_run, min(limit, self._allocation.until_ended)
         if math.isfinite(seconds):
-            child = replace(child, overrides=(*child.overrides, f"allocation_s={max(seconds, 0.001):.3f}"))
+            child = _within(child, max(seconds, 0.001))
         try:
             if self._shared is not None:
                 return self._shared.run(child, log, most)
@@ -52,6 +52,13 @@ class LocalRuns:
             raise
         finally:
             self._allocation.learn(Path(self._config.runs_dir) / child.name / "journal.jsonl", began)
+
+
+def _within(child: Child, seconds: float) -> Child:
+    """The run with so much of an allocation."""
+    text = f"{seconds:.3f}"
+    config = child.config.model_copy(update={"allocation_s": float(text)})
+    return replace(child, overrides=(*child.overrides, f"allocation_s={text}"), config=config)
 
 
 @contextmanager

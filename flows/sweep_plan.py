@@ -13,7 +13,7 @@ from typing import Any, Final
 from conf.compose import CONFIG_DIR, compose, digest
 from conf.overrides import groups, override_key
 from conf.problems import ConfigError, nearest_word
-from conf.schema import Problem, Rollout, RunConfig, VllmRollout
+from conf.schema import Problem, Rollout, RunConfig, Sweep, VllmRollout
 from conf.schema.base import counted
 from conf.schema.sharing import MOST_MEMORY
 from flows.comparison_data import variant_name
@@ -36,11 +36,12 @@ _ENGINE: Final[Any] = {"model": True, "rollout": True, "recipe": ROLLOUT_SIDE}
 
 @dataclass(frozen=True)
 class Child:
-    """A run to be: `overrides` are complete, with name, tags and `resume=auto`."""
+    """A run to be: `overrides` are complete, with name, tags and `resume=auto`; `config`: what they compose to."""
 
     planned: PlannedChild
     recipe: str
     overrides: tuple[str, ...]
+    config: RunConfig
 
     @property
     def name(self) -> str:
@@ -68,14 +69,14 @@ def plan_sweep(
         children = one_after_another(children, config.sweep.kept_engines)
     for recipe in dict.fromkeys(child.recipe for child in children):
         first = next(child for child in children if child.recipe == recipe)
-        check_inputs(compose(first.overrides), starts=here)
+        check_inputs(first.config, starts=here)
     return config, children
 
 
 def compose_sweep(sweep: str, overrides: Sequence[str]) -> RunConfig:
     """What the sweep itself goes by: as its runs, it has its own overrides before those of the command line."""
     first = compose([f"sweep={sweep}", *filter(_is_of_the_sweep, overrides)])
-    config = compose([f"sweep={sweep}", *first.sweep.overrides, *overrides])
+    config = compose([f"sweep={sweep}", *_a_recipe(first.sweep), *first.sweep.overrides, *overrides])
     if config.sweep.children == "deployment" and config.allocation_s is not None:
         allowed = "null, or children=in_process or shared"
         wrong = "a run of a deployment that stops within it would count as done"
@@ -83,12 +84,23 @@ def compose_sweep(sweep: str, overrides: Sequence[str]) -> RunConfig:
     return config
 
 
+def _a_recipe(sweep: Sweep) -> tuple[str, ...]:
+    """Override of a recipe that the sweep has: the default one may be none that its engines can run."""
+    options = groups(CONFIG_DIR)["recipe"]
+    for name in sweep.recipes:
+        if name in sweep.variants:
+            return sweep.variants[name][:1]
+        if name in options:
+            return (f"recipe={name}",)
+    return ()
+
+
 def one_after_another(children: Sequence[Child], kept_engines: int) -> tuple[Child, ...]:
     """In the order of a shared process: runs whose rollout engines are of one kind follow each other.
 
     `ConfigError` where not all want the same Ray cluster, of which there is one.
     """
-    configs = {child.name: compose(child.overrides) for child in children}
+    configs = {child.name: child.config for child in children}
     if len({config.cluster for config in configs.values()}) > 1:
         allowed = "equal cluster.* in all runs, or children=in_process"
         raise ConfigError([str(Problem("sweep.children", "shared", "runs ask for different Ray clusters", allowed))])
@@ -207,7 +219,9 @@ def _child(
     # Name and tags shape no result and are not in the digest; the number of steps is not in it either.
     identity = hashlib.sha256(f"{digest(own)} {own.steps}".encode()).hexdigest()
     chosen.append(_override(f"tracking.tags.{CONFIG_DIGEST}", identity))
-    return Child(PlannedChild(name, variant_name(recipe, axes), seed, identity), recipe, tuple(chosen))
+    tagged = own.tracking.model_copy(update={"tags": {**own.tracking.tags, CONFIG_DIGEST: identity}})
+    own = own.model_copy(update={"tracking": tagged})
+    return Child(PlannedChild(name, variant_name(recipe, axes), seed, identity), recipe, tuple(chosen), own)
 
 
 def _is_of_the_sweep(override: str) -> bool:

@@ -35,6 +35,7 @@ def test_recipes_of_a_seed_stand_together_and_share_all_but_the_recipe() -> None
     children = _plan("steps=3")
     assert [child.name for child in children] == ["s-bf16-s0", "s-fp8_rollout-s0", "s-bf16-s1", "s-fp8_rollout-s1"]
     configs = [compose(child.overrides) for child in children]
+    assert [child.config for child in children] == configs
     assert [(c.recipe.name, c.seed, c.steps) for c in configs[:3]] == [
         ("bf16", 0, 3),
         ("fp8_rollout", 0, 3),
@@ -130,7 +131,8 @@ def test_a_list_with_a_wrong_item_is_not_said_to_be_short(capsys: pytest.Capture
 
 
 def _child(tmp_path: Path, *overrides: str) -> Child:
-    return Child(_plan()[0].planned, "bf16", (f"runs_dir={tmp_path}/runs", *overrides))
+    chosen = (f"runs_dir={tmp_path}/runs", *overrides)
+    return Child(_plan()[0].planned, "bf16", chosen, compose(()))
 
 
 def test_a_child_that_fails_says_how_and_where(tmp_path: Path) -> None:
@@ -166,8 +168,9 @@ def test_a_child_that_is_late_is_ended(tmp_path: Path) -> None:
 def test_a_child_does_not_outlive_a_killed_sweep(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from flows.corridor import PlannedChild;"
-        "from flows.sweep_children import run_here; from flows.sweep_plan import Child;"
-        "run_here(Child(PlannedChild('n', 'bf16', 0, ''), 'bf16', tuple(sys.argv[2:])), Path(sys.argv[1]), 600.0, None)"
+        "from flows.sweep_children import run_here; from flows.sweep_plan import Child; from conf.compose import compose;"
+        "child = Child(PlannedChild('n', 'bf16', 0, ''), 'bf16', tuple(sys.argv[2:]), compose(sys.argv[2:]));"
+        "run_here(child, Path(sys.argv[1]), 600.0, None)"
     )
     root = str(Path(__file__).parents[2])
     arguments = [str(tmp_path / "log"), f"runs_dir={tmp_path}/runs", "steps=100000"]
@@ -377,3 +380,9 @@ def test_the_ablation_of_calibration_has_scales_measured_frozen_and_one() -> Non
     refresh = {row: recipe.calibration.refresh for row, recipe in found.items() if recipe.kv.quantized}
     assert refresh == {"fp8_rollout_kv": "step", "scales_frozen": "once", "scales_of_one": "never"}
     assert len(children) == 8 and "bf16" in found
+
+
+def test_a_sweep_whose_engines_cannot_run_the_default_recipe() -> None:
+    """FP8 products of Megatron need a GPU, and the default recipe trains with them."""
+    children = _planned("calibration_ablation", ["trainer=megatron", "trainer.device=cpu", "sweep.seeds=[0]"])
+    assert [child.recipe for child in children] == ["bf16", "fp8_rollout_kv", "scales_frozen", "scales_of_one"]
