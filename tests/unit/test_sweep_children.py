@@ -168,7 +168,8 @@ def test_a_child_that_is_late_is_ended(tmp_path: Path) -> None:
 def test_a_child_does_not_outlive_a_killed_sweep(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from flows.corridor import PlannedChild;"
-        "from flows.sweep_children import run_here; from flows.sweep_plan import Child; from conf.compose import compose;"
+        "from flows.sweep_children import run_here; from flows.sweep_plan import Child;"
+        "from conf.compose import compose;"
         "child = Child(PlannedChild('n', 'bf16', 0, ''), 'bf16', tuple(sys.argv[2:]), compose(sys.argv[2:]));"
         "run_here(child, Path(sys.argv[1]), 600.0, None)"
     )
