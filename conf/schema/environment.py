@@ -50,7 +50,7 @@ class Cluster(Section):
     object_store_mb: int = Field(default=256, ge=80)
     """Shared memory of a local Ray's object store (MiB, >= 80: Ray takes no less than 75)."""
 
-    startup_timeout_s: float = Field(default=120.0, gt=0.0)
+    startup_timeout_s: float = Field(default=300.0, gt=0.0)
     """Longest wait for Ray and for the engines' actors to start (seconds, > 0)."""
 
     share_gpus: bool = False

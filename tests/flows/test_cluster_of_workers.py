@@ -80,7 +80,7 @@ def _await_port(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def _join(head: Head) -> list[str]:
-    return ["cluster=existing", f"cluster.address={head.address}", "steps=1", "cluster.startup_timeout_s=300"]
+    return ["cluster=existing", f"cluster.address={head.address}", "steps=1"]
 
 
 def test_a_driver_with_the_token_runs_on_workers_without_prefect(head: Head, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_driver_with_another_token_is_told_so(head: Head, tmp_path: Path) -> N
 
 def test_a_local_run_with_actors_of_another_environment(tmp_path: Path) -> None:
     python = worker_environment(tmp_path / "env")
-    done = train([f"cluster.worker_python={python}", "steps=1", "cluster.startup_timeout_s=300"], tmp_path / "runs")
+    done = train([f"cluster.worker_python={python}", "steps=1"], tmp_path / "runs")
     assert done.code == 0, done.out
 
 

@@ -45,7 +45,6 @@ ON_A_GPU: Final = (
     # Graphs of decode steps without torch.compile, so that starts take seconds.
     "rollout.engine_args.compilation_config={mode: 0, cudagraph_mode: FULL_DECODE_ONLY}",
     "rollout.cudagraph_capture_sizes=[1,2,4,8,16,32,64,128,256]",
-    "cluster.startup_timeout_s=300",
 )
 ENVIRONMENT: Final = {
     # The block product that needs no compilation for each shape.
