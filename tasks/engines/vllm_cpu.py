@@ -19,7 +19,12 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from tasks.engines.vllm_private import offer_cpu_block_kernel, offer_cpu_experts
@@ -135,6 +140,12 @@ def _codes(x: Tensor, scale: float) -> Tensor:
     return (x.to(torch.float32) / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(x.dtype)
 
 
+def _kernel(chosen: str, fp8_cache: bool) -> str:
+    """vLLM's choice, but for an FP8 cache where there is AMX: that kernel gives NaN for an outlier channel of K (2^18
+    times the others), where the vector kernel is exact."""
+    return "vec" if fp8_cache and chosen == "amx" else chosen
+
+
 class RoundingImpl(CPUAttentionBackendImpl):
     """vLLM's CPU attention with an FP8 cache of nearest codes, and with queries as codes where the recipe asks for it.
 
@@ -143,9 +154,11 @@ class RoundingImpl(CPUAttentionBackendImpl):
     """
 
     scale: float
+    isa: str
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.isa = _kernel(self.isa, self.is_fp8_kv_cache)
         self._softmax_scale: float = self.scale
         # With this vLLM's attention layer quantises the query itself, as before its FP8 kernels on GPUs.
         self.supports_quant_query_input = self.is_fp8_kv_cache and _option("quantize_query")
@@ -168,8 +181,22 @@ class RoundingImpl(CPUAttentionBackendImpl):
         return super().forward(layer, query, key, value, *args, **kwargs)
 
 
+class RoundingMetadataBuilder(CPUAttentionMetadataBuilder):
+    """vLLM's plan of a batch, for the kernel that `RoundingImpl` calls."""
+
+    isa: str
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.isa = _kernel(self.isa, is_quantized_kv_cache(self.vllm_config.cache_config.cache_dtype))
+
+
 class RoundingBackend(CPUAttentionBackend):
     """vLLM's CPU backend with `RoundingImpl`."""
+
+    @staticmethod
+    def get_builder_cls() -> type[RoundingMetadataBuilder]:
+        return RoundingMetadataBuilder
 
     @staticmethod
     def get_impl_cls() -> type[RoundingImpl]:

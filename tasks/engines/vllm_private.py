@@ -56,10 +56,14 @@ def check_process(mixture: bool) -> None:
 
 
 def offer_cpu_block_kernel(kernel: type) -> None:
-    """Make a block-FP8 kernel the last candidate on CPU. Idempotent."""
+    """Make a block-FP8 kernel the first candidate on CPU. Idempotent.
+
+    vLLM's own, which runs on machines with AMX alone, multiplies by activations in BF16 and keeps its weights in an
+    order that no read-back knows.
+    """
     candidates: list[type] = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
     if kernel not in candidates:
-        candidates.append(kernel)
+        candidates.insert(0, kernel)
 
 
 def offer_cpu_experts(layer: type) -> None:
