@@ -186,6 +186,12 @@ class Prefect:
 
         return until(found, f"run {run} in {types}", timeout_s) or {}
 
+    def automation_events(self) -> list[str]:
+        """What became of automations (`triggered`, `action.executed`, `action.failed`), the oldest first."""
+        wanted = {"filter": {"event": {"prefix": ["prefect.automation."]}}}
+        found = self.post("/events/filter", wanted)["events"]
+        return [f"{e['occurred']} {e['event']} {e['payload'].get('reason', '')}".strip() for e in reversed(found)]
+
     def cancel(self, run: str) -> None:
         self.post(f"/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
 
