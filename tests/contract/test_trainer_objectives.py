@@ -108,7 +108,8 @@ def test_overlong_filtering_leaves_truncated_samples_out(trainers: Workbench) ->
     filtered = trainer.train(half, p, torch.full((12,), 1.0))
     rest = RolloutBatch(**{name: value[6:] for name, value in vars(half).items()})
     alone = plain.train(rest, p[6:], torch.full((6,), 1.0))
-    assert filtered["loss/policy"] == pytest.approx(alone["loss/policy"], rel=1e-6)
+    # Half a batch: processors with AMX add in another order, about 1e-4. Without the filter the norm is 4.2, not 6.4.
+    assert filtered["loss/policy"] == pytest.approx(alone["loss/policy"], rel=1e-3)
     assert filtered["optim/grad_norm"] == pytest.approx(alone["optim/grad_norm"], rel=1e-3)
 
 

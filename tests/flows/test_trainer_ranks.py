@@ -48,12 +48,7 @@ def wait(phase: str, ref: Any) -> Any:
 
 
 def _config(ranks: int, *overrides: str) -> RunConfig:
-    layout = (
-        "trainer=megatron",
-        "trainer.device=cpu",
-        f"trainer.ranks={ranks}",
-        "trainer.optimizer.learning_rate=2e-4",
-    )
+    layout = ("trainer=megatron", "trainer.device=cpu", f"trainer.ranks={ranks}")
     pinned = [f"{key}={value}" for key, value in PINNED.items() if not key.startswith("trainer.micro")]
     return compose((f"recipe={RECIPE}", *pinned, *layout, *overrides))
 
