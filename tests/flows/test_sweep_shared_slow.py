@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from conf.compose import compose
 from flows.corridor import PlannedChild
 from flows.record import MEASURED
 from flows.sweep_children import ChildError, ChildLateError
@@ -151,7 +152,7 @@ def test_a_sweep_cut_into_allocations_is_the_uncut_one(shared: tuple[Path, Finis
 
 def test_a_process_that_dies_is_followed_by_another(tmp_path: Path) -> None:
     log, runs = tmp_path / "run.log", SharedRuns("owner", 2, tmp_path / "shared.log", None)
-    refused = Child(PlannedChild("r", "bf16", 0, ""), "bf16", ("recipe=bf16", "stepz=3"))
+    refused = Child(PlannedChild("r", "bf16", 0, ""), "bf16", ("recipe=bf16", "stepz=3"), compose(()))
     before = set(psutil.Process().children())
     for _ in range(2):
         with pytest.raises(ChildError, match=r"r: exit code 2: .*stepz = 3.*; see .*run\.log"):
