@@ -155,6 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--beside", type=int, default=0, help="other calls that use the GPU meanwhile")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     chosen = parser.parse_intermixed_args(arguments)
+    if chosen.beside < 0:
+        parser.error(f"--beside {chosen.beside}: allowed: 0 or more")
     prepare_environment(local_ray=False)
     folder = chosen.folder.absolute()
     code = run_piece(chosen.sweep, chosen.sweep_id, folder, chosen.allocation, chosen.overrides)

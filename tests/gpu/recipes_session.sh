@@ -9,9 +9,22 @@
 #     check    what check_colocated looks at
 # Each stage has a limit of its own, and what one of them cannot do stops no other. PYTHON: the interpreter.
 set -uo pipefail
+if [ $# -lt 2 ]; then
+    echo "recipes_session.sh: takes OUT FOLDER [STAGE ...]" >&2
+    exit 2
+fi
 out=$(realpath -m "$1") folder=$(realpath -m "$2")
 shift 2
 stages=${*:-sweeps step times check}
+for stage in $stages; do
+    case $stage in
+    sweeps | step | times | check) ;;
+    *)
+        echo "$stage: no such stage; allowed: sweeps, step, times, check" >&2
+        exit 2
+        ;;
+    esac
+done
 python=${PYTHON:-python3}
 mkdir -p "$out" "$folder"
 
@@ -77,16 +90,8 @@ check() {
 }
 
 for stage in $stages; do
-    case $stage in
-    sweeps | step | times | check)
-        say "$stage"
-        "$stage"
-        ;;
-    *)
-        echo "$stage: no such stage; allowed: sweeps, step, times, check" >&2
-        exit 2
-        ;;
-    esac
+    say "$stage"
+    "$stage"
 done
 "$python" -m tests.gpu.recipes_table "$out"/rows-*.json --merge "$out/recipes.json"
 say done
