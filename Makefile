@@ -8,7 +8,8 @@ GPU_VERSIONS_VENV ?= .venv-gpu-versions
 ARGS ?=
 # Files of tests that run at once; most of them wait for processes of their own. The files with the longest tests begin.
 TEST_WORKERS ?= 2
-TESTS = $(BIN)/python -m pytest tests -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+AT_ONCE = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+TESTS = $(BIN)/python -m pytest tests $(AT_ONCE)
 
 .PHONY: deploy train test test-slow lint types unit engines gpu-versions recipes setup setup-engines clean
 
@@ -41,14 +42,14 @@ unit: $(VENV)/.test
 # so that its contract has one of its own.
 BOTH_ENDS := vllm and not fp8_rollout and not (fp8_e2e and not fp8_e2e_kv)
 engines: $(ENGINES_VENV)/.test
-	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" -k "$(BOTH_ENDS)"
+	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines $(AT_ONCE) -m "not slow and not gpu" -k "$(BOTH_ENDS)"
 
 test-slow: $(VENV)/.test $(ENGINES_VENV)/.test
 	$(TESTS) -m "slow and not gpu"
-	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" \
+	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines $(AT_ONCE) -m "not slow and not gpu" \
 		-k "(vllm and not ($(BOTH_ENDS))) or test_megatron_model or test_megatron_ranks"
-	$(ENGINES_VENV)/bin/python -m pytest tests/contract -m "not slow and not gpu" -k megatron
-	$(ENGINES_VENV)/bin/python -m pytest tests/engines -m "slow and not gpu"
+	$(ENGINES_VENV)/bin/python -m pytest tests/contract $(AT_ONCE) -m "not slow and not gpu" -k megatron
+	$(ENGINES_VENV)/bin/python -m pytest tests/engines $(AT_ONCE) -m "slow and not gpu"
 	$(MAKE) --no-print-directory gpu-versions
 
 # The Python code of the versions that GPU machines have (vLLM 0.26, torch 2.11), run on CPU: what is vLLM's own, and the
@@ -56,7 +57,7 @@ test-slow: $(VENV)/.test $(ENGINES_VENV)/.test
 gpu-versions:
 	@if reason=$$(bash infra/find_python.sh 3.12 2>&1 >/dev/null); then \
 		$(MAKE) --no-print-directory $(GPU_VERSIONS_VENV)/.test && \
-		$(GPU_VERSIONS_VENV)/bin/python -m pytest tests/contract tests/engines -m "not slow and not gpu" \
+		$(GPU_VERSIONS_VENV)/bin/python -m pytest tests/contract tests/engines $(AT_ONCE) -m "not slow and not gpu" \
 			-k "vllm and (fp8_e2e_kv or test_vllm_ or rounds_keys)"; \
 	else \
 		echo "gpu-versions: SKIPPED, $$reason: vLLM 0.26 and torch 2.11 were not tested"; \

@@ -43,6 +43,8 @@ def prepare_environment(local_ray: bool) -> None:
     if local_ray:
         # Ray has no other switch for it: 127.0.0.1 as an argument is replaced by the host's address.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        # Each actor has an environment of its own, for which Ray starts a process; those started ahead stay idle.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     elif has_ray_token():
         # Token authentication is on in a cluster by default, but has to be asked for where the address is explicit.
         os.environ.setdefault("RAY_AUTH_MODE", "token")

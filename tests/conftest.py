@@ -19,6 +19,14 @@ os.environ.update(
 )
 
 
+LONGEST = ("test_train.py", "test_resume_slow.py", "test_sweep_deployment_slow.py", "test_trainer_ranks.py")
+"""Files that begin, so that none of them is left over when the others have ended."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
     config.addinivalue_line("markers", "s3: needs the S3 server of the s3_server fixture")

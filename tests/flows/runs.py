@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from unittest.mock import patch
 
 import psutil
 from mlflow import MlflowClient
 
 from flows.record import MEASURED
 from infra.journal import Journal
+from infra.prefect_server import EmbeddedPrefectServer
 from infra.store import CheckpointStore
+from tests.flows import forkserver
 
 FEW_SAMPLES = (
     "steps=6",
@@ -30,6 +35,9 @@ FEW_SAMPLES = (
 SMALL = (*FEW_SAMPLES, "model.warm_start.steps=25", "data.pool_size=3000")
 """A run that takes seconds and still goes through every phase, with two micro-batches an update."""
 
+OWN_PREFECT = {"PREFECT_API_URL": ""}
+"""Environment of a command that starts a Prefect server of its own, as it does for a user who names none."""
+
 PROGRAM = (sys.executable, "-c", "import sys; from flows.cli import main; sys.exit(main(sys.argv[1:]))")
 
 
@@ -42,33 +50,39 @@ class Finished:
 
 
 def command(arguments: Sequence[str], runs_dir: Path, base: Sequence[str] = SMALL) -> list[str]:
-    """The command line of a training run whose files stay below `runs_dir`."""
+    """The arguments of a training run whose files stay below `runs_dir`."""
     places = [f"runs_dir={runs_dir}", f"storage.url={runs_dir}/checkpoints"]
-    return [*PROGRAM, "train", *base, *places, *arguments]
+    return ["train", *base, *places, *arguments]
 
 
-def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of a command: this one's, with the Prefect server that commands share unless `extra` says otherwise."""
     clean = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL")}
     places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return clean | {"PYTHONPATH": os.pathsep.join(places)} | dict(extra or {})
+    own = {"PYTHONPATH": os.pathsep.join(places)} | dict(extra or {})
+    return clean | own if "PREFECT_API_URL" in own else clean | own | {"PREFECT_API_URL": _shared_prefect()}
+
+
+@cache
+def _shared_prefect() -> str:
+    """The API of a server that lasts as long as this process: each command that starts its own takes 7 s of CPU."""
+    folder = TemporaryDirectory(prefix="prefect-")
+    atexit.register(folder.cleanup)
+    database = f"sqlite+aiosqlite:///{folder.name}/prefect.db"
+    with patch.dict(os.environ, {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database}):
+        server = EmbeddedPrefectServer(Path(folder.name) / "prefect.log")
+    server.wait(120)
+    return server.url
 
 
 def train(
     arguments: Sequence[str],
     runs_dir: Path,
-    environment: Mapping[str, str] | None = None,
+    extra: Mapping[str, str] | None = None,
     base: Sequence[str] = SMALL,
 ) -> Finished:
-    """Run to the end."""
-    done = subprocess.run(
-        command(arguments, runs_dir, base),
-        env=_environment(environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    return Finished(done.returncode, done.stdout)
+    """Run to the end. `extra`: variables of its environment."""
+    return Finished(*forkserver.run(command(arguments, runs_dir, base), environment(extra), 600))
 
 
 def succeeded(done: Finished) -> Finished:
@@ -77,29 +91,18 @@ def succeeded(done: Finished) -> Finished:
     return done
 
 
-def fp8_grpo(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Finished:
+def fp8_grpo(arguments: Sequence[str], extra: Mapping[str, str] | None = None) -> Finished:
     """Any command of `fp8-grpo`, to its end."""
-    done = subprocess.run(
-        [*PROGRAM, *arguments],
-        env=_environment(environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1200,
-    )
-    return Finished(done.returncode, done.stdout)
+    return Finished(*forkserver.run(arguments, environment(extra), 1200))
 
 
 def train_and_kill(
-    arguments: Sequence[str], runs_dir: Path, run: str, after_step: int, environment: Mapping[str, str] | None = None
+    arguments: Sequence[str], runs_dir: Path, run: str, after_step: int, extra: Mapping[str, str] | None = None
 ) -> None:
     """SIGKILL the driver as soon as `after_step` is in the journal, that is inside the step after it."""
-    process = subprocess.Popen(
-        command([*arguments, f"run_name={run}"], runs_dir),
-        env=_environment(environment),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    whole = command([*arguments, f"run_name={run}"], runs_dir)
+    with open(os.devnull, "wb") as out:
+        process = forkserver.Command(whole, environment(extra), out.fileno(), new_session=False)
     _await_step(process, runs_dir / run / "journal.jsonl", after_step)
     children = psutil.Process(process.pid).children(recursive=True)
     time.sleep(0.15)
@@ -109,28 +112,23 @@ def train_and_kill(
 
 
 def train_and_interrupt(
-    arguments: Sequence[str], runs_dir: Path, run: str, after_step: int
+    arguments: Sequence[str], runs_dir: Path, run: str, after_step: int, extra: Mapping[str, str] | None = None
 ) -> tuple[Finished, list[str]]:
     """Ctrl-C as a terminal sends it: SIGINT to the whole process group. Also returns what was left running."""
-    process = subprocess.Popen(
-        command([*arguments, f"run_name={run}"], runs_dir),
-        env=_environment(None),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # A runner in the background may have SIGINT ignored, and children inherit that; a terminal has not.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    _await_step(process, runs_dir / run / "journal.jsonl", after_step)
-    children = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=240)
-    _, alive = psutil.wait_procs(children, timeout=60)
-    return Finished(process.returncode, out), [" ".join(p.cmdline()) for p in alive]
+    whole = command([*arguments, f"run_name={run}"], runs_dir)
+    with TemporaryFile() as out:
+        process = forkserver.Command(whole, environment(extra), out.fileno(), new_session=True)
+        _await_step(process, runs_dir / run / "journal.jsonl", after_step)
+        children = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        code = process.wait(timeout=240)
+        _, alive = psutil.wait_procs(children, timeout=60)
+        out.seek(0)
+        said = out.read().decode()
+    return Finished(code, said), [" ".join(p.cmdline()) for p in alive]
 
 
-def _await_step(process: subprocess.Popen[str] | subprocess.Popen[bytes], journal: Path, step: int) -> None:
+def _await_step(process: forkserver.Command, journal: Path, step: int) -> None:
     deadline = time.monotonic() + 480
     needle = f'"kind":"step","step":{step},'
     while not (journal.is_file() and needle in journal.read_text()):

@@ -28,7 +28,7 @@ from tasks.rollout import put_to_sleep, rollout
 from tasks.score import score
 from tasks.sync import sync
 from tasks.train import train
-from tests.flows.runs import PROGRAM, SMALL, _environment
+from tests.flows.runs import PROGRAM, SMALL, environment
 
 BOUND_S = 60.0
 """By far longer than an error takes to arrive, and by far shorter than the actors hang."""
@@ -197,7 +197,7 @@ def test_a_run_whose_trainer_is_late_fails_and_leaves_nothing_running(tmp_path: 
     command = [*PROGRAM, "train", *SMALL, "model.warm_start=null", "rollout.kv_preflight.enabled=false"]
     command += [f"runs_dir={tmp_path}", f"storage.url={tmp_path}/checkpoints", "deadlines.checkpoint_s=0.001"]
     with (tmp_path / "out").open("w+") as out:
-        process = subprocess.Popen(command, env=_environment(None), stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=environment(), stdout=out, stderr=subprocess.STDOUT)
         started: dict[int, psutil.Process] = {}
         deadline = time.monotonic() + 300
         while process.poll() is None:

@@ -22,7 +22,7 @@ def test_s3_killed_and_resumed_is_bitwise_equal(
     environment = {"AWS_ACCESS_KEY_ID": s3_server.access_key, "AWS_SECRET_ACCESS_KEY": s3_server.secret_key}
     options = {"endpoint_url": s3_server.endpoint_url}
     place = ["storage=s3", f"storage.url={url}", f"storage.options.endpoint_url={s3_server.endpoint_url}"]
-    train_and_kill(place, runs_dir, "on-s3", after_step=3, environment=environment)
+    train_and_kill(place, runs_dir, "on-s3", after_step=3, extra=environment)
     done = succeeded(train([*place, "resume=auto"], runs_dir, environment))
     assert "run on-s3 continues after step 2" in done.out and "computed again" not in done.out
     assert points(runs_dir, "on-s3") == points(runs_dir, "reference")

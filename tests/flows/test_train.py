@@ -14,7 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.cli import main
 from infra.store import CheckpointStore
-from tests.flows.runs import final_weights, journal_of, points, train, train_and_interrupt, train_and_kill
+from tests.flows.runs import (
+    OWN_PREFECT,
+    final_weights,
+    journal_of,
+    points,
+    train,
+    train_and_interrupt,
+    train_and_kill,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -80,7 +88,7 @@ METRICS = (
 @pytest.fixture(scope="module")
 def reference(runs_dir: Path) -> str:
     """The uninterrupted run."""
-    done = train(["run_name=reference"], runs_dir)
+    done = train(["run_name=reference"], runs_dir, OWN_PREFECT)
     assert done.code == 0, done.out
     assert "what this run did" in done.out and "eval accuracy, after" in done.out
     assert f"ui --backend-store-uri sqlite:///{runs_dir}/mlflow.db" in done.out
@@ -175,13 +183,13 @@ def test_same_command_and_seed_twice_is_bitwise_equal(runs_dir: Path, reference:
 
 
 def test_killed_in_a_step_and_resumed_is_bitwise_equal(runs_dir: Path, reference: str) -> None:
-    train_and_kill([], runs_dir, "killed", after_step=3)
+    train_and_kill([], runs_dir, "killed", 3, OWN_PREFECT)
     journal = journal_of(runs_dir, "killed")
     assert journal.last("checkpoint").step == 2, "the kill came too late for the test"
     assert journal.last("step").step in (3, 4)
     journal.close()
     # Bounds that no model meets: only a new run is measured.
-    done = train(["resume=killed", *NO_MODEL_MEETS], runs_dir)
+    done = train(["resume=killed", *NO_MODEL_MEETS], runs_dir, OWN_PREFECT)
     assert done.code == 0, done.out
     assert "continues after step 2" in done.out
     assert "computed again" not in done.out, "a repeated step must equal its journal entry"
@@ -228,7 +236,7 @@ def test_a_pre_flight_above_its_upper_bound_refuses_the_run(runs_dir: Path, refe
 
 
 def test_ctrl_c_ends_cleanly(runs_dir: Path, reference: str) -> None:
-    done, left = train_and_interrupt(["steps=500"], runs_dir, "interrupted", after_step=2)
+    done, left = train_and_interrupt(["steps=500"], runs_dir, "interrupted", 2, OWN_PREFECT)
     assert done.code == 130, done.out
     assert "the same command with resume=auto goes on" in done.out
     assert "Traceback" not in done.out and "Error logging to API" not in done.out
