@@ -8,6 +8,7 @@ GPU_VERSIONS_VENV ?= .venv-gpu-versions
 ARGS ?=
 # Files of tests that run at once; most of them wait for processes of their own. The files with the longest tests begin.
 TEST_WORKERS ?= 2
+unit engines test-slow gpu-versions: export OMP_NUM_THREADS = 1
 AT_ONCE = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS = $(BIN)/python -m pytest tests $(AT_ONCE)
 

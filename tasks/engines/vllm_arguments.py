@@ -93,6 +93,8 @@ def engine_arguments(
 def engine_environment(recipe: Recipe) -> dict[str, str]:
     """Variables of vLLM that the engine sets before it is built."""
     return {
+        # The sender's tensors reach the worker without a copy only within one process.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Left to itself, vLLM rounds the block scales of FP8 weights to powers of two where DeepGEMM multiplies.
         "VLLM_USE_DEEP_GEMM_E8M0": "1" if recipe.rollout_linears.scale == "power_of_two" else "0",
         # FlashInfer's sampler has no seed for each request, and its block product quantises in its own way.

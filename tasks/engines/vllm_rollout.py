@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
-# Read when vLLM is imported. The sender's tensors reach the worker without a copy only within one process.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# Read when vLLM is imported.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 

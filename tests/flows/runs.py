@@ -31,9 +31,14 @@ FEW_SAMPLES = (
     "algorithm.prompts_per_step=4",
     "algorithm.group_size=4",
     "trainer.micro_batch_size=8",
+    "rollout.threads=1",
+    "trainer.threads=1",
 )
 SMALL = (*FEW_SAMPLES, "model.warm_start.steps=25", "data.pool_size=3000")
-"""A run that takes seconds and still goes through every phase, with two micro-batches an update."""
+"""A run that takes seconds and still goes through every phase, with two micro-batches an update.
+
+One thread an engine: runs stand beside each other, and threads that wait for their turn on a core spin.
+"""
 
 OWN_PREFECT = {"PREFECT_API_URL": ""}
 """Environment of a command that starts a Prefect server of its own, as it does for a user who names none."""
