@@ -8,7 +8,6 @@ GPU_VERSIONS_VENV ?= .venv-gpu-versions
 ARGS ?=
 # Files of tests that run at once; most of them wait for processes of their own. The files with the longest tests begin.
 TEST_WORKERS ?= 2
-unit engines test-slow gpu-versions: export OMP_NUM_THREADS = 1
 AT_ONCE = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS = $(BIN)/python -m pytest tests $(AT_ONCE)
 
@@ -37,6 +36,9 @@ types: $(VENV)/.test
 
 unit: $(VENV)/.test
 	$(TESTS) -m "not slow and not gpu"
+
+# Threads that wait for their turn on a core spin.
+unit engines test-slow gpu-versions: export OMP_NUM_THREADS = 1
 
 # What needs vLLM or Megatron, in an environment of its own, so that the one of `make train` stays light: of vLLM the
 # recipes at both ends here, the three between them and Megatron with the slow tests. Megatron on CPU changes its process,

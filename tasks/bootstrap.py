@@ -9,17 +9,17 @@ from typing import Any
 
 import ray
 import torch
-from prefect import task
 
 from conf.schema import Recipe, RunConfig
 from conf.schema.trainers import trains_on_gpus
 from infra.store_files import absolute_url
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch
+from tasks.calls import Engines, stopwatch
 from tasks.data.examples import DataError, Dataset, Example
 from tasks.data.tokens import TextCodec
 from tasks.engines.protocols import GenerateRequest, TokenRows
 from tasks.engines.registry import rollout_kind
 from tasks.engines.warm_start import Demonstration, Device, WarmStartSpec
+from tasks.phase_task import phase_task
 from tasks.rollout import generate, put_to_sleep, sampling_prompts
 from tasks.sync import sync
 
@@ -40,7 +40,7 @@ def demonstrations(dataset: Dataset, styles: tuple[str, ...]) -> tuple[Demonstra
     )
 
 
-@task(name="prepare-model", **TASK_OPTIONS)
+@phase_task("prepare-model")
 def prepare_model(
     engines: Engines,
     config: RunConfig,
@@ -87,7 +87,7 @@ def _read_progress(path: Path) -> dict[str, Any] | None:
     return state
 
 
-@task(name="build-engines", **TASK_OPTIONS)
+@phase_task("build-engines")
 def build_engines(engines: Engines, config: RunConfig, rollout_recipe: Recipe, model_dir: str) -> None:
     """Build both engines, at the same time where they share no GPU; each is empty or at its starting weights."""
     trainer = engines.trainer.build.remote(config, model_dir, engines.followers)
@@ -143,7 +143,7 @@ def prompt_rows(examples: tuple[Example, ...], codec: TextCodec) -> TokenRows:
     return TokenRows(tokens, torch.tensor([len(row) for row in rows]))
 
 
-@task(name="bootstrap", **TASK_OPTIONS)
+@phase_task("bootstrap")
 def bootstrap(
     engines: Engines, config: RunConfig, dataset: Dataset, codec: TextCodec, expected_linears: tuple[str, ...]
 ) -> dict[str, float]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from prefect import task
 from ray import ObjectRef
 
 from conf.schema import Calibration
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch
+from tasks.calls import Engines, stopwatch
+from tasks.phase_task import phase_task
 
 
-@task(name="calibrate", **TASK_OPTIONS)
+@phase_task("calibrate")
 def calibrate(engines: Engines, batch_ref: ObjectRef, policy: Calibration) -> dict[str, float]:
     """Returns `calibration/*` and `time/calibrate_s`; only a time of 0 where no step calibrates."""
     if not policy.enabled or policy.refresh != "step":

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import ray
-from prefect.cache_policies import NO_CACHE
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
@@ -17,14 +16,6 @@ from conf.schema import Deadlines
 from tasks.deadlines import Clock, LateAnswer, LimitName, limit_of
 from tasks.deaths import told
 from tasks.engines.protocols import EngineError
-
-TASK_OPTIONS: dict[str, Any] = {
-    # Engines have state: a cached result of an earlier call would silently stand for work not done.
-    "cache_policy": NO_CACHE,
-    "persist_result": False,
-    "log_prints": False,
-}
-"""Options of every Prefect task that drives an engine."""
 
 
 class PhaseError(EngineError):

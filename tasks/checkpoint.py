@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import task
-
 from infra.store import CheckpointStore
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch
+from tasks.calls import Engines, stopwatch
+from tasks.phase_task import phase_task
 
 
-@task(name="checkpoint", **TASK_OPTIONS)
+@phase_task("checkpoint")
 def checkpoint(
     engines: Engines,
     target: tuple[str, dict[str, Any]],

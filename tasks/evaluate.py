@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import task
-
 from tasks.background_grading import BackgroundGrading
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch
+from tasks.calls import Engines, stopwatch
 from tasks.data.examples import Example
 from tasks.data.grading import Grader
 from tasks.data.tokens import TextCodec
 from tasks.engines.protocols import GenerateRequest, Prompt
+from tasks.phase_task import phase_task
 from tasks.rollout import generate
 
 
-@task(name="evaluate", **TASK_OPTIONS)
+@phase_task("evaluate")
 def evaluate(
     engines: Engines,
     examples: tuple[Example, ...],

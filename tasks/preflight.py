@@ -9,15 +9,15 @@ import math
 from typing import Literal
 
 import torch
-from prefect import task
 from torch import Tensor
 
 from conf.schema import KvPrecision, KvPreflight, Problem, Recipe, RunConfig
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch
+from tasks.calls import Engines, stopwatch
 from tasks.data.examples import Dataset
 from tasks.data.tokens import TextCodec
 from tasks.engines.protocols import GenerateRequest, RolloutBatch, TokenRows
 from tasks.numerics.mismatch_detail import abs_diff_by_position
+from tasks.phase_task import phase_task
 from tasks.rollout import generate, sampling_prompts
 from tasks.sync import sync
 
@@ -60,7 +60,7 @@ class Reference:
         return (column >= self.prompt_lengths.unsqueeze(1)) & (column < self.rows.lengths.unsqueeze(1))
 
 
-@task(name="preflight-reference", **TASK_OPTIONS)
+@phase_task("preflight-reference")
 def preflight_reference(
     engines: Engines, config: RunConfig, dataset: Dataset, codec: TextCodec, expected_linears: tuple[str, ...]
 ) -> Reference:
@@ -83,7 +83,7 @@ def preflight_reference(
     return Reference(rows, batch.prompt_lengths, logprobs, watch.seconds)
 
 
-@task(name="preflight-compare", **TASK_OPTIONS)
+@phase_task("preflight-compare")
 def preflight_compare(engines: Engines, reference: Reference, version: int) -> dict[str, float]:
     """Score the reference's tokens with the run's own engine, which holds `version`.
 

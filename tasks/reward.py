@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from prefect import task
 
 from conf.schema import Algorithm
 from tasks.background_grading import BackgroundGrading
-from tasks.calls import TASK_OPTIONS, stopwatch
+from tasks.calls import stopwatch
 from tasks.numerics.overlong import overlong_penalty
+from tasks.phase_task import phase_task
 
 _DEFAULT_BUFFER_SHARE = 5
 """Part of the length limit that is the default buffer: DAPO's 4,096 of 20,480 tokens."""
@@ -21,7 +21,7 @@ def overlong_buffer(algorithm: Algorithm, limit: int) -> int:
     return algorithm.overlong.buffer or max(1, limit // _DEFAULT_BUFFER_SHARE)
 
 
-@task(name="reward", **TASK_OPTIONS)
+@phase_task("reward")
 def reward(grading: BackgroundGrading, algorithm: Algorithm, length_limit: int) -> dict[str, Any]:
     """Wait for the grades that the rollout did not leave time for; `GraderError` where the verifier cannot be run.
 

@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from prefect import task
 from ray import ObjectRef
 
 from conf.schema import RunConfig, VllmRollout
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch
+from tasks.calls import Engines, stopwatch
 from tasks.data.examples import Example
 from tasks.data.tokens import TextCodec
 from tasks.deadlines import Clock
 from tasks.engines.protocols import FinishedGroup, GenerateRequest, Prompt
 from tasks.numerics.logprobs import sample_seed
+from tasks.phase_task import phase_task
 
 
 def sampling_prompts(
@@ -66,7 +66,7 @@ def generate(
     return engines.answer(phase, "rollout", rest[-1], clock), rest[0]
 
 
-@task(name="rollout", **TASK_OPTIONS)
+@phase_task("rollout")
 def rollout(engines: Engines, request: GenerateRequest, finished: Callable[[FinishedGroup], None]) -> dict[str, Any]:
     """Sample, and hand each group to `finished` as it ends.
 

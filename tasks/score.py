@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import task
 from ray import ObjectRef
 
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch
+from tasks.calls import Engines, stopwatch
+from tasks.phase_task import phase_task
 
 
-@task(name="score", **TASK_OPTIONS)
+@phase_task("score")
 def score(engines: Engines, batch_ref: ObjectRef, offenders: int) -> dict[str, Any]:
     """Returns `metrics` (mismatch, importance, entropy), `tokens` scored, `logprobs`, a reference, and `offenders`,
     the tokens on which the engines disagree most (`TokenOffence`), at most as many as asked for.

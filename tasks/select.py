@@ -7,15 +7,15 @@ from typing import Any
 
 import ray
 import torch
-from prefect import task
 from ray import ObjectRef
 from torch import Tensor
 
 from conf.schema import Algorithm
-from tasks.calls import TASK_OPTIONS, PhaseError, stopwatch, wait
+from tasks.calls import PhaseError, stopwatch, wait
 from tasks.deadlines import Clock
 from tasks.engines.batches import gather_groups
 from tasks.numerics.advantage import AdvantageSettings, advantages, zero_variance
+from tasks.phase_task import phase_task
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def choose_groups(rewards: list[Tensor], wanted: int, only_informative: bool) ->
     return Choice(groups, int((~flat[chosen]).sum()) if only_informative else 0)
 
 
-@task(name="select", **TASK_OPTIONS)
+@phase_task("select")
 def select(
     batch_refs: list[ObjectRef], graded: list[dict[str, Any]], algorithm: Algorithm, clock: Clock
 ) -> dict[str, Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import task
-
 from conf.schema import Cluster, Recipe
 from tasks.audit import audit
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch
+from tasks.calls import Engines, stopwatch
+from tasks.phase_task import phase_task
 
 
-@task(name="scale-sync", **TASK_OPTIONS)
+@phase_task("scale-sync")
 def sync(engines: Engines, recipe: Recipe, expected_linears: tuple[str, ...], cluster: Cluster) -> dict[str, Any]:
     """Export once, install, read back and audit. Weights go from actor to actor, never through this process.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from prefect import task
 from ray import ObjectRef
 from torch import Tensor
 
-from tasks.calls import TASK_OPTIONS, Engines, stopwatch
+from tasks.calls import Engines, stopwatch
+from tasks.phase_task import phase_task
 
 
-@task(name="train", **TASK_OPTIONS)
+@phase_task("train")
 def train(engines: Engines, batch_ref: ObjectRef, logprobs_ref: ObjectRef, advantages: Tensor) -> dict[str, float]:
     """Update the policy. Never retried: a repeated optimiser step is another run."""
     with stopwatch() as watch:

@@ -4,7 +4,8 @@
 
 Real tasks under a real flow on an embedded Prefect server, real actors on a local Ray, the real `Stepper` with a sync
 of one tensor and a verifier process; MLflow and the journal are off the path. Prints p50 and p95 of the wall time of a
-step, and medians of its phases. Bound: p50 below 150 ms on 2 cores (goal 50).
+step, and medians of its phases. Bound: p50 below 150 ms on 2 cores (goal 50). Then what a task costs that is given 128
+prompts of 500 tokens, as a plain Prefect task and as the phases are.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tasks.engines.protocols import (
     FinishedGroup,
     GenerateRequest,
     GroupStream,
+    Prompt,
     RolloutBatch,
     Scores,
     SyncHeader,
@@ -153,6 +155,33 @@ def run(steps: int, folder: Path) -> list[dict[str, float]]:
     return measured()
 
 
+def argument_cost(prompts: int, tokens: int, calls: int) -> tuple[float, float]:
+    """Median ms of a task that does nothing with so many prompts: read by Prefect, and passed on unread."""
+    from prefect import flow, task
+    from prefect.cache_policies import NO_CACHE
+
+    from tasks.phase_task import phase_task
+
+    request = GenerateRequest(0, tuple(Prompt(str(n), tuple(range(tokens)), (0,)) for n in range(prompts)), 1, 1.0, ())
+
+    def nothing(request: GenerateRequest) -> int:
+        return len(request.prompts)
+
+    @flow(name="argument-cost", validate_parameters=False)
+    def measured() -> tuple[float, float]:
+        kinds = (task(nothing, cache_policy=NO_CACHE, persist_result=False), phase_task("nothing")(nothing))
+        seconds: list[list[float]] = [[], []]
+        for _ in range(calls):
+            for spent, kind in zip(seconds, kinds, strict=True):
+                start = time.perf_counter()
+                assert kind(request) == prompts
+                spent.append(time.perf_counter() - start)
+        plain, unread = (statistics.median(spent) * 1e3 for spent in seconds)
+        return plain, unread
+
+    return measured()
+
+
 def _stepper(config: RunConfig, folder: Path, engines: Any, dataset: Any, grader: Any) -> Any:
     """Of a session that records nothing."""
     from flows.console import Console
@@ -180,6 +209,7 @@ def main() -> int:
         if server is not None:
             server.wait(180)
         rows = run(parsed.steps, folder)
+        plain, unread = argument_cost(prompts=128, tokens=500, calls=10)
         if server is not None:
             server.stop()
     walls = sorted(row["wall_s"] * 1e3 for row in rows)
@@ -189,6 +219,8 @@ def main() -> int:
     medians = {phase: statistics.median(row[f"time/{phase}_s"] * 1e3 for row in rows) for phase in phases}
     print("  inside tasks, p50: " + ", ".join(f"{phase} {ms:.1f}" for phase, ms in medians.items()))
     print(f"  around them (Prefect, flow): {statistics.median(walls) - sum(medians.values()):.1f}")
+    print(f"a task given 128 prompts of 500 tokens, ms: {plain:.1f} read by Prefect, {unread:.1f} as phases are called")
+    print(f"  ratio {plain / unread:.1f}")
     print(f"  load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     return int(statistics.median(walls) > BOUND_MS)
 
