@@ -20,6 +20,7 @@ from flows.sharing import host_shortage, sharing_shortages
 from infra.device import DeviceFacts, Node, cpu_flags, device_facts, gpu_count, host_memory, installed
 from infra.provenance import versions
 from infra.ray_cluster import ClusterError, cluster_nodes, ray_cluster
+from infra.worker_python import problem_here
 from tasks.engines.memory_plan import kv_capacity_tokens
 from tasks.engines.plan import RunPlan, plan_run
 from tasks.engines.protocols import EngineError
@@ -71,7 +72,8 @@ def doctor(overrides: Sequence[str], console: RichConsole) -> bool:
         raise chosen
     if places is not None:
         console.print(processes(chosen, places), markup=False)
-    problems = judge(chosen, facts, places).problems + (() if unknown is None else (unknown,))
+    elsewhere = problem_here(chosen.cluster) if chosen.cluster.kind == "local" else None
+    problems = judge(chosen, facts, places).problems + tuple(filter(None, (unknown, elsewhere)))
     for problem in problems:
         console.print(f"recipe {chosen.recipe.name} cannot run here: {problem}", markup=False)
     return not problems

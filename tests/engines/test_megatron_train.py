@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.store import CheckpointStore
-from tests.flows.runs import SMALL, points, train
+from tests.flows.runs import SMALL, points, succeeded, train
 
 if find_spec("megatron") is None:
     pytest.skip("Megatron Core is not installed (extra engines-cpu)", allow_module_level=True)
@@ -26,8 +26,7 @@ TENSOR = (*TWO, "trainer.tensor_parallel_size=2")
 
 
 def _train(runs_dir: Path, *settings: str) -> None:
-    done = train([*MEGATRON, *settings], runs_dir, {"OMP_NUM_THREADS": "1"}, BASE)
-    assert done.code == 0, done.out
+    succeeded(train([*MEGATRON, *settings], runs_dir, {"OMP_NUM_THREADS": "1"}, BASE))
 
 
 def _mismatch(runs_dir: Path, run: str, steps: int) -> None:

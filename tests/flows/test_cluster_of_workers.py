@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.runs import train
+from tests.flows.runs import succeeded, train
 from tests.two_environments import worker_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -84,8 +84,7 @@ def _join(head: Head) -> list[str]:
 
 
 def test_a_driver_with_the_token_runs_on_workers_without_prefect(head: Head, tmp_path: Path) -> None:
-    done = train(_join(head), tmp_path, LOOPBACK | {"RAY_AUTH_TOKEN": head.token})
-    assert done.code == 0, done.out
+    succeeded(train(_join(head), tmp_path, LOOPBACK | {"RAY_AUTH_TOKEN": head.token}))
 
 
 def test_a_driver_with_another_token_is_told_so(head: Head, tmp_path: Path) -> None:
@@ -96,8 +95,7 @@ def test_a_driver_with_another_token_is_told_so(head: Head, tmp_path: Path) -> N
 
 def test_a_local_run_with_actors_of_another_environment(tmp_path: Path) -> None:
     python = worker_environment(tmp_path / "env")
-    done = train([f"cluster.worker_python={python}", "steps=1"], tmp_path / "runs")
-    assert done.code == 0, done.out
+    succeeded(train([f"cluster.worker_python={python}", "steps=1"], tmp_path / "runs"))
 
 
 def test_a_local_run_with_an_executable_that_is_no_python_ends_at_once(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from conf.compose import CONFIG_DIR
 from conf.overrides import groups
-from tests.flows.runs import FEW_SAMPLES, final_weights, journal_of, points, train
+from tests.flows.runs import FEW_SAMPLES, final_weights, journal_of, points, succeeded, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -27,8 +27,7 @@ def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(runs_dir: Path, name: str, *options: str) -> list[dict[str, float]]:
     """Metrics of the run's three steps."""
-    done = train([*options, f"run_name={name}"], runs_dir, base=SHORT)
-    assert done.code == 0, done.out
+    succeeded(train([*options, f"run_name={name}"], runs_dir, base=SHORT))
     steps = [entry.values for entry in journal_of(runs_dir, name).entries() if entry.kind == "step"]
     assert len(steps) == 3
     assert all(math.isfinite(value) for values in steps for value in values.values())

@@ -24,7 +24,7 @@ from flows.sweep_children import ChildError, ChildLateError
 from flows.sweep_plan import Child, plan_sweep
 from flows.sweep_shared import SharedRuns
 from infra.store import CheckpointStore
-from tests.flows.runs import PROGRAM, Finished, fp8_grpo, points
+from tests.flows.runs import PROGRAM, Finished, fp8_grpo, points, succeeded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -117,8 +117,7 @@ def test_a_run_on_kept_engines_is_the_run_on_fresh_ones(shared: tuple[Path, Fini
     _with_the_cache_of(folder, tmp_path)
     _, children = plan_sweep("smoke", _overrides(tmp_path), "s", None)
     alone = next(child for child in children if child.name == run)
-    done = fp8_grpo(["train", *alone.overrides])
-    assert done.code == 0, done.out
+    succeeded(fp8_grpo(["train", *alone.overrides]))
     _assert_same(folder, tmp_path, run)
 
 

@@ -19,6 +19,7 @@ from tests.flows.runs import (
     final_weights,
     journal_of,
     points,
+    succeeded,
     train,
     train_and_interrupt,
     train_and_kill,
@@ -88,8 +89,7 @@ METRICS = (
 @pytest.fixture(scope="module")
 def reference(runs_dir: Path) -> str:
     """The uninterrupted run."""
-    done = train(["run_name=reference"], runs_dir, OWN_PREFECT)
-    assert done.code == 0, done.out
+    done = succeeded(train(["run_name=reference"], runs_dir, OWN_PREFECT))
     assert "what this run did" in done.out and "eval accuracy, after" in done.out
     assert f"ui --backend-store-uri sqlite:///{runs_dir}/mlflow.db" in done.out
     return "reference"
@@ -175,8 +175,7 @@ def test_the_figures_make_sense(runs_dir: Path, reference: str) -> None:
 
 
 def test_same_command_and_seed_twice_is_bitwise_equal(runs_dir: Path, reference: str) -> None:
-    done = train(["run_name=again"], runs_dir)
-    assert done.code == 0, done.out
+    succeeded(train(["run_name=again"], runs_dir))
     assert points(runs_dir, "again") == points(runs_dir, reference)
     url = f"{runs_dir}/checkpoints"
     assert final_weights(url, "again") == final_weights(url, reference)
@@ -189,8 +188,7 @@ def test_killed_in_a_step_and_resumed_is_bitwise_equal(runs_dir: Path, reference
     assert journal.last("step").step in (3, 4)
     journal.close()
     # Bounds that no model meets: only a new run is measured.
-    done = train(["resume=killed", *NO_MODEL_MEETS], runs_dir, OWN_PREFECT)
-    assert done.code == 0, done.out
+    done = succeeded(train(["resume=killed", *NO_MODEL_MEETS], runs_dir, OWN_PREFECT))
     assert "continues after step 2" in done.out
     assert "computed again" not in done.out, "a repeated step must equal its journal entry"
     assert "pre-flight" not in done.out
@@ -200,8 +198,8 @@ def test_killed_in_a_step_and_resumed_is_bitwise_equal(runs_dir: Path, reference
 
 
 def test_the_pre_flight_is_measured_once_and_changes_nothing_else(runs_dir: Path, reference: str) -> None:
-    done = train(["run_name=unmeasured", "rollout.kv_preflight.enabled=false"], runs_dir)
-    assert done.code == 0 and "pre-flight" not in done.out, done.out
+    done = succeeded(train(["run_name=unmeasured", "rollout.kv_preflight.enabled=false"], runs_dir))
+    assert "pre-flight" not in done.out, done.out
     measured, without = points(runs_dir, reference), points(runs_dir, "unmeasured")
     (mean,), (largest,), (error,), (tokens,) = (measured.pop((name, 0)) for name in PREFLIGHT)
     assert measured == without
@@ -214,8 +212,7 @@ def test_the_pre_flight_is_measured_once_and_changes_nothing_else(runs_dir: Path
 
 @pytest.mark.slow
 def test_a_pre_flight_above_its_lower_bound_is_said(runs_dir: Path, reference: str) -> None:
-    done = train(["run_name=warned", "steps=1", NO_MODEL_MEETS[0]], runs_dir)
-    assert done.code == 0, done.out
+    done = succeeded(train(["run_name=warned", "steps=1", NO_MODEL_MEETS[0]], runs_dir))
     mean = points(runs_dir, reference)[(PREFLIGHT[0], 0)][0]
     assert f"warning: mean |d| {mean:.4g} of log-probabilities" in done.out
     assert "above rollout.kv_preflight.warn 1e-09; safer: a recipe whose KV cache is BF16" in done.out

@@ -93,3 +93,12 @@ def test_rows_say_what_memory_cannot_hold(doctor: Doctor, monkeypatch: pytest.Mo
     code, rows, _ = doctor("model=qwen3_8b_base")
     assert code == FAILED
     assert rows["bf16"].startswith("no: model.name = qwen3_8b_base: the engines on this machine's CPU hold 163.8 GB")
+
+
+def test_a_python_of_the_workers_that_cannot_serve_is_named(doctor: Doctor, tmp_path: Path) -> None:
+    python = tmp_path / "no-python"
+    code, _, said = doctor(f"cluster.worker_python={python}")
+    assert code == FAILED
+    assert f"cannot run here: cluster.worker_python={python} on this machine: could not be run" in said.replace(
+        "\n", ""
+    )
