@@ -25,10 +25,7 @@ SERVER_AWAY: Final = (httpx.HTTPError, RuntimeError)
 
 
 class Cancellation:
-    """Whether a run that goes on is to be cancelled. A run of a deployment is left to its worker.
-
-    A plain class on purpose: Prefect walks through dataclasses it is handed.
-    """
+    """Whether a run that goes on is to be cancelled. A run of a deployment is left to its worker."""
 
     def __init__(self, flow_run: FlowRun) -> None:
         self._id = flow_run.id

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,32 +52,24 @@ _SIDE_RECORDS = (TOP_TOKENS, EVAL_RESULTS, CALIBRATION_SCALES)
 _NOT_OF_A_RUN = ("sweep.", "tracking.tags.", "allocation_s")
 
 
+@dataclass
 class Session:
-    """One run's open resources. A plain class on purpose: Prefect walks through dataclasses it is handed."""
+    """One run's open resources."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        identity: RunIdentity,
-        folder: Path,
-        record: Record,
-        engines: Engines,
-        dataset: Dataset,
-        grader: Grader,
-        console: Console,
-    ) -> None:
-        self.config = config
-        self.identity = identity
-        self.folder = folder
-        self.record = record
-        self.engines = engines
-        self.dataset = dataset
-        self.grader = grader
-        self.console = console
-        self.start_step = identity.start_step
-        self.top_tokens = TopTokens(folder / TOP_TOKENS)
-        self.eval_results = StepLines(folder / EVAL_RESULTS)
-        self.scales = StepLines(folder / CALIBRATION_SCALES)
+    config: RunConfig
+    identity: RunIdentity
+    folder: Path
+    record: Record
+    engines: Engines
+    dataset: Dataset
+    grader: Grader
+    console: Console
+
+    def __post_init__(self) -> None:
+        self.start_step = self.identity.start_step
+        self.top_tokens = TopTokens(self.folder / TOP_TOKENS)
+        self.eval_results = StepLines(self.folder / EVAL_RESULTS)
+        self.scales = StepLines(self.folder / CALIBRATION_SCALES)
 
     @property
     def side_records(self) -> tuple[Path, ...]:

@@ -17,8 +17,7 @@ from tasks.engines.protocols import FinishedGroup
 class BackgroundGrading:
     """Grades the answers to one request, whose prompts are those of `examples`, in a thread of its own.
 
-    Leaving the block drops the answers that nobody has begun to grade, and waits for the one in work. A plain class on
-    purpose: Prefect walks through dataclasses it is handed.
+    Leaving the block drops the answers that nobody has begun to grade, and waits for the one in work.
     """
 
     def __init__(self, grader: Grader, codec: TextCodec, examples: Sequence[Example]) -> None:

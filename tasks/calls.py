@@ -58,7 +58,7 @@ Take = Callable[[str, bool], tuple[ActorHandle, bool]]
 
 
 class Engines:
-    """The actors of one run. A plain class on purpose: Prefect walks through dataclasses it is handed.
+    """The actors of one run.
 
     `followers`: the trainer's ranks but the first, which `trainer` leads; nobody else calls them. `take`: where the
     process of each rollout engine comes from; without it there is the one, or none. `keeps`: whether an engine that

@@ -49,7 +49,7 @@ def limit_of(deadlines: Deadlines, name: LimitName) -> Limit:
 
 
 class Clock:
-    """Runs from its making. A plain class on purpose: Prefect walks through dataclasses it is handed.
+    """Runs from its making.
 
     `times`: how often the limit may pass, and `grace` seconds more, before it is up.
     """

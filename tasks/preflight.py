@@ -6,6 +6,7 @@ Without Q/K-norm a few channels of K can be so large that the one scale of a lay
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -42,17 +43,17 @@ def bf16_cache(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"kv": KvPrecision()})
 
 
+@dataclass
 class Reference:
-    """Sequences and their log-probabilities under a BF16 cache. A plain class: Prefect walks through dataclasses.
+    """Sequences and their log-probabilities under a BF16 cache.
 
     `mask` (bool) and `logprobs` `[rows, width]`: the response tokens that are compared. `seconds` it took.
     """
 
-    def __init__(self, rows: TokenRows, prompt_lengths: Tensor, logprobs: Tensor, seconds: float) -> None:
-        self.rows = rows
-        self.prompt_lengths = prompt_lengths
-        self.logprobs = logprobs
-        self.seconds = seconds
+    rows: TokenRows
+    prompt_lengths: Tensor
+    logprobs: Tensor
+    seconds: float
 
     @property
     def mask(self) -> Tensor:

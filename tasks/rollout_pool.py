@@ -11,8 +11,7 @@ from ray.actor import ActorHandle
 class RolloutPool:
     """At most `most` processes of rollout engines, each with the kind of engine that it was built for.
 
-    Runs use it one after another. A lone run has a pool of one, whose engine makes room for the next kind. A plain
-    class on purpose: Prefect walks through dataclasses it is handed.
+    Runs use it one after another. A lone run has a pool of one, whose engine makes room for the next kind.
     """
 
     def __init__(self, most: int = 1, end: Callable[[ActorHandle], None] = ray.kill) -> None:

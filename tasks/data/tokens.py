@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 
 class TextCodec:
-    """Tokenizer of a local Hugging Face folder. A plain class on purpose: Prefect walks through dataclasses."""
+    """Tokenizer of a local Hugging Face folder."""
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
