@@ -46,6 +46,7 @@ from tasks.engines.warm_start import GPU_ENVIRONMENT
 from tasks.followers import FollowerActor
 from tasks.rollout import put_to_sleep
 from tasks.rollout_pool import RolloutPool
+from tasks.stacks import StackDumps
 
 _MLFLOW_START_S = 30.0
 _SIDE_RECORDS = (TOP_TOKENS, EVAL_RESULTS, CALIBRATION_SCALES)
@@ -122,12 +123,12 @@ def open_session(
         loading = pool.submit(load_dataset, config.data)
         if kept is None:
             stack.enter_context(ray_cluster(config.cluster, namespace=f"fp8-grpo-{identity.name}"))
-        actors = RunActors(config, actor_prefix(flow_run_id, run_count), kept)
+        actors = RunActors(config, actor_prefix(flow_run_id, run_count), kept, StackDumps(folder, config.cluster))
         rollout, engines = stack.enter_context(actors.engines())
         dataset = loading.result()
         grader = stack.enter_context(Grader(dataset.grader, config.data.answer_time_limit_s))
         writer = _writer(config, identity, folder, journal, flow_run_id, actors.hardware)
-        stack.enter_context(_closing(writer, config, identity.name, console))
+        stack.enter_context(_closing(writer, config, folder, console))
         writer.add_artifact(folder / "config.yaml")
         await_actors(rollout, engines, config)
         yield Session(config, identity, folder, Record(journal, writer), engines, dataset, grader, console)
@@ -177,11 +178,14 @@ class KeptEngines:
 class RunActors:
     """Starts the actors of a run, each under a name that no other has had, on the cluster that was joined.
 
-    `placement`: what it asks for. `ClusterError` where all of it together could not hold them.
+    `stacks`: see `Engines`; `placement`: what it asks for. `ClusterError` where all of it together could not hold them.
     """
 
-    def __init__(self, config: RunConfig, name: str, kept: KeptEngines | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, name: str, kept: KeptEngines | None = None, stacks: StackDumps | None = None
+    ) -> None:
         self._config = config
+        self._stacks = stacks
         self._name = name
         self._kept = kept or KeptEngines(name)
         nodes = cluster_nodes()
@@ -212,8 +216,8 @@ class RunActors:
             ranks = self.trainer()
             trainer, *followers = ranks
             shared = self.placement.share_gpu
-            keeps = pool.most > 1
-            engines = Engines(rollout, trainer, self._config.deadlines, self._take, followers, keeps, shared)
+            keeps, limits = pool.most > 1, self._config.deadlines
+            engines = Engines(rollout, trainer, limits, self._take, followers, keeps, shared, self._stacks)
             yield rollout, engines
             if keeps and pool.kinds and engines.has_rollout:
                 # The next run's first engine is built beside this one.
@@ -303,7 +307,7 @@ def _writer(
 
 
 @contextmanager
-def _closing(writer: MlflowWriter, config: RunConfig, run: str, console: Console) -> Iterator[None]:
+def _closing(writer: MlflowWriter, config: RunConfig, folder: Path, console: Console) -> Iterator[None]:
     writer.start()
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED"
     try:
@@ -314,9 +318,11 @@ def _closing(writer: MlflowWriter, config: RunConfig, run: str, console: Console
             raise KeyboardInterrupt from error
         raise
     finally:
+        for stacks in sorted(folder.glob("stacks-*.txt")):
+            writer.add_artifact(stacks)
         report = writer.close(status, timeout_s=config.tracking.outage_patience_s + _MLFLOW_START_S)
         if report.pending or report.error:
             console.say(
                 f"MLflow: {report.pending} entries are not stored yet ({report.error}); they are in the journal, and "
-                f"resume={run} brings them"
+                f"resume={folder.name} brings them"
             )

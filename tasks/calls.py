@@ -16,6 +16,7 @@ from conf.schema import Deadlines
 from tasks.deadlines import Clock, LateAnswer, LimitName, limit_of
 from tasks.deaths import told
 from tasks.engines.protocols import EngineError
+from tasks.stacks import StackDumps
 
 
 class PhaseError(EngineError):
@@ -63,7 +64,8 @@ class Engines:
     `followers`: the trainer's ranks but the first, which `trainer` leads; nobody else calls them. `take`: where the
     process of each rollout engine comes from; without it there is the one, or none. `keeps`: whether an engine that
     another takes the place of may be wanted again. `share_gpu`: whether the rollout engine computes on a GPU of the
-    trainer's, so that each is built while the other holds little of it.
+    trainer's, so that each is built while the other holds little of it. `stacks`: writes down what engines that are
+    late were at.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Engines:
         followers: Sequence[ActorHandle] = (),
         keeps: bool = False,
         share_gpu: bool = False,
+        stacks: StackDumps | None = None,
     ) -> None:
         self._rollout = rollout
         self.trainer = trainer
@@ -83,6 +86,10 @@ class Engines:
         self.keeps = keeps
         self.share_gpu = share_gpu
         self._take = take
+        self._stacks = stacks
+        ranks = {f"trainer rank {rank}": follower for rank, follower in enumerate(self.followers, 1)}
+        for who, actor in {"rollout": rollout, "trainer": trainer, **ranks}.items():
+            self._follow(who, actor)
 
     @property
     def rollout(self) -> ActorHandle:
@@ -103,6 +110,7 @@ class Engines:
         if self._take is None:
             return False
         self._rollout, kept = self._take(kind, in_place)
+        self._follow("rollout", self._rollout)
         return kept
 
     def clock(self, name: LimitName, times: int = 1) -> Clock:
@@ -115,17 +123,27 @@ class Engines:
         """See `wait`; an engine that is late is ended, with all others."""
         try:
             return wait(phase, ref, clock, _WHO[role])
-        except LateError:
-            self.end()
-            raise
+        except LateError as late:
+            raise self._given_up(phase, late) from late
 
     def following(self, phase: str, role: Role, stream: Any, clock: Clock) -> Any:
         """The next reference of a stream, None at its end; as `answer`, it does not wait for ever."""
         ready, _ = ray.wait([stream], timeout=clock.left(), fetch_local=False)
         if not ready:
-            self.end()
-            raise _late(phase, _WHO[role], clock)
+            raise self._given_up(phase, _late(phase, _WHO[role], clock))
         return next(stream, None)
+
+    def _follow(self, who: str, actor: ActorHandle | None) -> None:
+        if self._stacks is not None and actor is not None:
+            self._stacks.arm(who, actor)
+
+    def _given_up(self, phase: str, late: LateError) -> LateError:
+        """The error, once the engines are ended; it says where their stacks are."""
+        try:
+            written = None if self._stacks is None else self._stacks.write(phase)
+        finally:
+            self.end()
+        return late if written is None else LateError(f"{late}; stacks of the engines: {written}")
 
     def end(self) -> None:
         """End the engines' processes, whatever they are at."""

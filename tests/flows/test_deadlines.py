@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray
 import torch
+from mlflow import MlflowClient
 
 from conf.compose import compose
 from conf.schema import Deadlines, RunConfig
@@ -26,6 +27,7 @@ from tasks.data.examples import Dataset, Example, GraderSpec
 from tasks.engines.protocols import GenerateRequest, Prompt, TokenRows
 from tasks.rollout import put_to_sleep, rollout
 from tasks.score import score
+from tasks.stacks import StackDumps
 from tasks.sync import sync
 from tasks.train import train
 from tests.flows.runs import PROGRAM, SMALL, environment
@@ -74,12 +76,13 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture
-def engines(cluster: None, request: pytest.FixtureRequest) -> Engines:
+def engines(cluster: None, request: pytest.FixtureRequest, tmp_path: Path) -> Engines:
     """Both hang, and have a second for each phase."""
     name, stuck = f"{request.node.name}-{os.getpid()}", _stuck()
     made = [spawn(stuck, f"{name}-{role}", 1, CONFIG.cluster) for role in ("rollout", "trainer")]
     await_ready({"rollout": made[0], "trainer": made[1]}, CONFIG.cluster)
-    return Engines(made[0], made[1], Deadlines(**dict.fromkeys(Deadlines.model_fields, 1.0)))
+    stacks = StackDumps(tmp_path, CONFIG.cluster)
+    return Engines(made[0], made[1], Deadlines(**dict.fromkeys(Deadlines.model_fields, 1.0)), stacks=stacks)
 
 
 def _await_end(*pids: int) -> None:
@@ -90,13 +93,15 @@ def _await_end(*pids: int) -> None:
             time.sleep(0.05)
 
 
-def _fails(engines: Engines, phase: Callable[[Engines], object], message: str) -> None:
+def _fails(engines: Engines, phase: Callable[[Engines], object], message: str) -> str:
+    """The error's text."""
     pids = ray.get([actor.pid.remote() for actor in (engines.rollout, engines.trainer)], timeout=BOUND_S)
     start = time.monotonic()
-    with pytest.raises(LateError, match=message):
+    with pytest.raises(LateError, match=message) as raised:
         phase(engines)
     assert 1.0 <= time.monotonic() - start < BOUND_S
     _await_end(*pids)
+    return str(raised.value)
 
 
 def _reference() -> preflight.Reference:
@@ -126,6 +131,29 @@ def test_an_engine_that_hangs_ends_the_phase_and_is_ended(
     engines: Engines, phase: Callable[[Engines], object], message: str
 ) -> None:
     _fails(engines, phase, message)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["this machine", "another"])
+def test_what_the_engines_were_at_is_written_down(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """One hangs in its method, the other waits for work; of another machine a task of Ray's reads it there."""
+    if elsewhere:
+        monkeypatch.setattr("tasks.stacks._here", lambda: "")
+    pids = ray.get([actor.pid.remote() for actor in (engines.rollout, engines.trainer)], timeout=BOUND_S)
+    said = _fails(engines, lambda e: score.fn(e, None, 0), "^score: the trainer")
+    (written,) = tmp_path.glob("stacks-score-*.txt")
+    assert said.endswith(f"; stacks of the engines: {written}")
+    rollout_part, trainer_part = written.read_text().split("== trainer\n")
+    assert rollout_part.startswith(f"== rollout\npid {pids[0]} on node ") and f"pid {pids[1]} " in trainer_part
+    assert "in _hang" in trainer_part and "in _hang" not in rollout_part
+    assert "in main_loop" in rollout_part
+
+
+def test_a_folder_that_cannot_be_written_does_not_hide_the_deadline(engines: Engines, tmp_path: Path) -> None:
+    tmp_path.rmdir()
+    said = _fails(engines, lambda e: score.fn(e, None, 0), "^score: the trainer: no answer within deadlines.score_s")
+    assert "stacks of the engines: not written: " in said
 
 
 @pytest.mark.slow
@@ -182,7 +210,7 @@ class _Codec:
 
 
 @pytest.mark.slow
-def test_a_stopped_process_is_ended_too(engines: Engines) -> None:
+def test_a_stopped_process_is_ended_too(engines: Engines, tmp_path: Path) -> None:
     """As one that waits for a GPU: it cannot hear that it is to end."""
     pid = ray.get(engines.trainer.pid.remote(), timeout=BOUND_S)
     rollout_pid = ray.get(engines.rollout.pid.remote(), timeout=BOUND_S)
@@ -190,6 +218,8 @@ def test_a_stopped_process_is_ended_too(engines: Engines) -> None:
     with pytest.raises(LateError, match=r"^score: the trainer: no answer"):
         score.fn(engines, None, 0)
     _await_end(pid, rollout_pid)
+    (written,) = tmp_path.glob("stacks-score-*.txt")
+    assert "no stacks within 3 s: the process is in state T (stopped)" in written.read_text()
 
 
 @pytest.mark.slow
@@ -213,3 +243,10 @@ def test_a_run_whose_trainer_is_late_fails_and_leaves_nothing_running(tmp_path: 
     )
     _, alive = psutil.wait_procs(list(started.values()), timeout=BOUND_S)
     assert len(started) > 3 and [" ".join(child.cmdline()) for child in alive] == []
+    (written,) = tmp_path.glob("*/stacks-checkpoint-*.txt")
+    assert f"stacks of the engines: {written}" in said
+    assert "== rollout" in written.read_text() and "== trainer" in written.read_text()
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (experiment,) = client.search_experiments(filter_string="name = 'fp8-grpo'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert written.name in {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
