@@ -42,7 +42,7 @@ unit engines test-slow gpu-versions: export OMP_NUM_THREADS = 1
 
 # What needs vLLM or Megatron, in an environment of its own, so that the one of `make train` stays light: of vLLM the
 # recipes at both ends here, the three between them and Megatron with the slow tests. Megatron on CPU changes its process,
-# so that its contract has one of its own.
+# so that its contract has a call of its own.
 BOTH_ENDS := vllm and not fp8_rollout and not (fp8_e2e and not fp8_e2e_kv)
 engines: $(ENGINES_VENV)/.test
 	$(ENGINES_VENV)/bin/python -m pytest tests/contract tests/engines $(AT_ONCE) -m "not slow and not gpu" -k "$(BOTH_ENDS)"

@@ -19,6 +19,7 @@ from tasks.data.loading import load_dataset
 from tasks.data.tokens import TextCodec
 from tasks.engines.plan import rollout_linears
 from tasks.evaluate import evaluate
+from tasks.stacks import StackDumps
 from tasks.sync import sync
 
 
@@ -35,7 +36,8 @@ def run_evaluation(evaluation: Evaluation, flow_run_id: str, run_count: int) -> 
         actors = RunActors(config, actor_prefix(flow_run_id, run_count))
         rollout, (trainer, *followers) = actors.rollout(), actors.trainer()
         shared = actors.placement.share_gpu
-        engines = Engines(rollout, trainer, config.deadlines, followers=followers, share_gpu=shared)
+        stacks = StackDumps(Path(config.runs_dir).resolve() / manifest.run, config.cluster)
+        engines = Engines(rollout, trainer, config.deadlines, None, followers, share_gpu=shared, stacks=stacks)
         await_actors(rollout, engines, config)
         build_engines(engines, config, config.recipe, model_dir)
         ref = trainer.restore.remote(storage_target(config), manifest.run, manifest.step)

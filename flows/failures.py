@@ -19,9 +19,11 @@ from tasks.engines.protocols import EngineError
 
 def is_interrupt(error: BaseException | None) -> bool:
     """Whether Ctrl-C stands behind an error: Prefect turns one that meets the start of a task into another error."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
         if isinstance(error, KeyboardInterrupt):
             return True
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
 

@@ -123,12 +123,13 @@ def open_session(
         loading = pool.submit(load_dataset, config.data)
         if kept is None:
             stack.enter_context(ray_cluster(config.cluster, namespace=f"fp8-grpo-{identity.name}"))
-        actors = RunActors(config, actor_prefix(flow_run_id, run_count), kept, StackDumps(folder, config.cluster))
+        stacks = StackDumps(folder, config.cluster)
+        actors = RunActors(config, actor_prefix(flow_run_id, run_count), kept, stacks)
         rollout, engines = stack.enter_context(actors.engines())
         dataset = loading.result()
         grader = stack.enter_context(Grader(dataset.grader, config.data.answer_time_limit_s))
         writer = _writer(config, identity, folder, journal, flow_run_id, actors.hardware)
-        stack.enter_context(_closing(writer, config, folder, console))
+        stack.enter_context(_closing(writer, config, identity.name, stacks, console))
         writer.add_artifact(folder / "config.yaml")
         await_actors(rollout, engines, config)
         yield Session(config, identity, folder, Record(journal, writer), engines, dataset, grader, console)
@@ -307,7 +308,7 @@ def _writer(
 
 
 @contextmanager
-def _closing(writer: MlflowWriter, config: RunConfig, folder: Path, console: Console) -> Iterator[None]:
+def _closing(writer: MlflowWriter, config: RunConfig, run: str, stacks: StackDumps, console: Console) -> Iterator[None]:
     writer.start()
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED"
     try:
@@ -318,11 +319,11 @@ def _closing(writer: MlflowWriter, config: RunConfig, folder: Path, console: Con
             raise KeyboardInterrupt from error
         raise
     finally:
-        for stacks in sorted(folder.glob("stacks-*.txt")):
-            writer.add_artifact(stacks)
+        for path in stacks.written:
+            writer.add_artifact(path)
         report = writer.close(status, timeout_s=config.tracking.outage_patience_s + _MLFLOW_START_S)
         if report.pending or report.error:
             console.say(
                 f"MLflow: {report.pending} entries are not stored yet ({report.error}); they are in the journal, and "
-                f"resume={folder.name} brings them"
+                f"resume={run} brings them"
             )

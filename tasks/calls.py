@@ -87,9 +87,9 @@ class Engines:
         self.share_gpu = share_gpu
         self._take = take
         self._stacks = stacks
-        ranks = {f"trainer rank {rank}": follower for rank, follower in enumerate(self.followers, 1)}
-        for who, actor in {"rollout": rollout, "trainer": trainer, **ranks}.items():
-            self._follow(who, actor)
+        self._follow("the rollout engine", rollout)
+        for rank, actor in enumerate((trainer, *self.followers)):
+            self._follow(f"trainer rank {rank}" if self.followers else "the trainer", actor)
 
     @property
     def rollout(self) -> ActorHandle:
@@ -110,7 +110,7 @@ class Engines:
         if self._take is None:
             return False
         self._rollout, kept = self._take(kind, in_place)
-        self._follow("rollout", self._rollout)
+        self._follow("the rollout engine", self._rollout)
         return kept
 
     def clock(self, name: LimitName, times: int = 1) -> Clock:
@@ -124,26 +124,29 @@ class Engines:
         try:
             return wait(phase, ref, clock, _WHO[role])
         except LateError as late:
-            raise self._given_up(phase, late) from late
+            self._give_up(phase, late)
+            raise
 
     def following(self, phase: str, role: Role, stream: Any, clock: Clock) -> Any:
         """The next reference of a stream, None at its end; as `answer`, it does not wait for ever."""
         ready, _ = ray.wait([stream], timeout=clock.left(), fetch_local=False)
         if not ready:
-            raise self._given_up(phase, _late(phase, _WHO[role], clock))
+            late = _late(phase, _WHO[role], clock)
+            self._give_up(phase, late)
+            raise late
         return next(stream, None)
 
     def _follow(self, who: str, actor: ActorHandle | None) -> None:
         if self._stacks is not None and actor is not None:
             self._stacks.arm(who, actor)
 
-    def _given_up(self, phase: str, late: LateError) -> LateError:
-        """The error, once the engines are ended; it says where their stacks are."""
+    def _give_up(self, phase: str, late: LateError) -> None:
+        """End the engines; the error then says where their stacks are."""
         try:
-            written = None if self._stacks is None else self._stacks.write(phase)
+            if self._stacks is not None:
+                late.args = (f"{late}; stacks of the engines: {self._stacks.write(phase)}",)
         finally:
             self.end()
-        return late if written is None else LateError(f"{late}; stacks of the engines: {written}")
 
     def end(self) -> None:
         """End the engines' processes, whatever they are at."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from prefect import task
@@ -21,6 +22,7 @@ class PhaseTask(Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], name: str) -> None:
+        update_wrapper(self, fn)
         self.fn, self.name = fn, name
         # Engines have state: a cached result of an earlier call would silently stand for work not done.
         self._task: Callable[..., Any] = task(

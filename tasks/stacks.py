@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -28,17 +29,20 @@ _WAIT_S: Final = 3.0
 """Within which a process has written its stacks, or will not."""
 
 _SETTLED_S: Final = 0.2
-_ANSWER_S: Final = 30.0
-"""Within which another machine has read them."""
+_ANSWER_S: Final = 20.0
+"""Within which another machine has read them; all are asked at once."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A process that writes its stacks: its node (Ray's id), and the descriptor of its file, which has no name."""
+    """A process that writes its stacks: its node (Ray's id), the descriptor of its file, which has no name, and the
+    file's device and inode, by which the process is known: the signal would end another."""
 
     node: str
     pid: int
     descriptor: int
+    device: int
+    inode: int
 
 
 def arm(actor: Any) -> Place:
@@ -46,14 +50,19 @@ def arm(actor: Any) -> Place:
     if not hasattr(actor, "stack_file"):
         actor.stack_file = TemporaryFile()  # noqa: SIM115, for as long as the process
         faulthandler.register(_SIGNAL, file=actor.stack_file)
-    return Place(ray.get_runtime_context().get_node_id(), os.getpid(), actor.stack_file.fileno())
+    descriptor = actor.stack_file.fileno()
+    held = os.fstat(descriptor)
+    return Place(ray.get_runtime_context().get_node_id(), os.getpid(), descriptor, held.st_dev, held.st_ino)
 
 
 def read_stacks(place: Place, wait_s: float = _WAIT_S) -> str:
     """On the machine of `place` (Linux): its stacks as they are now, or why there are none."""
     file = Path(f"/proc/{place.pid}/fd/{place.descriptor}")
     try:
-        start, end = file.stat().st_size, time.monotonic() + wait_s
+        held = file.stat()
+        if (held.st_dev, held.st_ino) != (place.device, place.inode):
+            return f"no stacks: process {place.pid} is another\n"
+        start, end = held.st_size, time.monotonic() + wait_s
         os.kill(place.pid, _SIGNAL)
         size, changed = start, time.monotonic()
         while time.monotonic() < end and (size == start or time.monotonic() < changed + _SETTLED_S):
@@ -77,6 +86,7 @@ class StackDumps:
         self._folder = folder
         self._python = cluster.worker_python
         self._places: dict[str, Any] = {}
+        self.written: list[Path] = []
 
     def arm(self, who: str, handle: ActorHandle) -> None:
         """Follow the process of an actor, in the place of the one that was `who` before; does not wait for it."""
@@ -86,11 +96,15 @@ class StackDumps:
         """A new file with the stacks of all engines, for a phase that is given up: its path, or why there is none."""
         name = re.sub(r"[^a-z0-9]+", "-", phase.lower()).strip("-")
         path = self._folder / f"stacks-{name}-{time.strftime('%Y%m%dT%H%M%S')}.txt"
-        parts = [f"== {who}\n{self._stacks(ref)}" for who, ref in self._places.items()]
+        with ThreadPoolExecutor(len(self._places) or 1) as pool:
+            found = pool.map(self._stacks, self._places.values())
+            parts = [f"== {who}\n{text}" for who, text in zip(self._places, found, strict=True)]
         try:
-            path.write_text("\n".join(parts))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(parts), encoding="utf-8")
         except OSError as error:
             return f"not written: {error}"
+        self.written.append(path)
         return str(path)
 
     def _stacks(self, ref: Any) -> str:
@@ -105,8 +119,11 @@ class StackDumps:
                 num_cpus=0, scheduling_strategy=strategy, runtime_env=environment or None
             )
             return head + str(ray.get(task.remote(place), timeout=_ANSWER_S))
-        except (RayError, TimeoutError) as error:
-            return f"no stacks: {type(error).__name__}: {str(error).strip().splitlines()[0]}\n"
+        except (RayError, OSError, RuntimeError, ValueError) as error:
+            # Ray's own text is the traceback of its worker; its last line says what happened.
+            return (
+                f"no stacks: {type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[-1]}\n"
+            )
 
 
 def _here() -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 
-# As the rollout engine runs: within one process.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 

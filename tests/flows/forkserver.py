@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 _ROOT = Path(__file__).parents[2]
 _POLL_S = 0.01
 _LONGEST_REQUEST = 2**18
@@ -65,14 +67,17 @@ class Command:
 
 
 def run(arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
-    """Exit code and output (both streams) of a command. SIGKILL, and `TimeoutExpired`, after `timeout_s`."""
+    """Exit code and output (both streams) of a command, which does not outlive this call; `TimeoutExpired` after
+    `timeout_s`."""
     with tempfile.TemporaryFile() as out:
         command = Command(arguments, environment, out.fileno(), new_session=False)
         try:
             code = command.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as error:
+            out.seek(0)
+            raise subprocess.TimeoutExpired("fp8-grpo", timeout_s, out.read()) from error
+        finally:
             command.send_signal(signal.SIGKILL)
-            raise
         out.seek(0)
         return code, out.read().decode()
 
@@ -108,6 +113,8 @@ def _serve(place: str) -> int:
     while True:
         ready = select.select([listener, sys.stdin], [], [], _POLL_S)[0]
         if sys.stdin in ready:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
             return 0
         if listener in ready:
             connection, _ = listener.accept()
@@ -141,6 +148,7 @@ def _become(request: dict[str, object], out: int) -> list[str]:
         os.dup2(source, target)
     os.close(nothing)
     os.close(out)
+    np.random.seed()
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["fp8-grpo", *arguments]

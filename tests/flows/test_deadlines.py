@@ -27,7 +27,7 @@ from tasks.data.examples import Dataset, Example, GraderSpec
 from tasks.engines.protocols import GenerateRequest, Prompt, TokenRows
 from tasks.rollout import put_to_sleep, rollout
 from tasks.score import score
-from tasks.stacks import StackDumps
+from tasks.stacks import Place, StackDumps, read_stacks
 from tasks.sync import sync
 from tasks.train import train
 from tests.flows.runs import PROGRAM, SMALL, environment
@@ -144,16 +144,29 @@ def test_what_the_engines_were_at_is_written_down(
     said = _fails(engines, lambda e: score.fn(e, None, 0), "^score: the trainer")
     (written,) = tmp_path.glob("stacks-score-*.txt")
     assert said.endswith(f"; stacks of the engines: {written}")
-    rollout_part, trainer_part = written.read_text().split("== trainer\n")
-    assert rollout_part.startswith(f"== rollout\npid {pids[0]} on node ") and f"pid {pids[1]} " in trainer_part
+    rollout_part, trainer_part = written.read_text().split("== the trainer\n")
+    assert (
+        rollout_part.startswith(f"== the rollout engine\npid {pids[0]} on node ") and f"pid {pids[1]} " in trainer_part
+    )
     assert "in _hang" in trainer_part and "in _hang" not in rollout_part
     assert "in main_loop" in rollout_part
 
 
 def test_a_folder_that_cannot_be_written_does_not_hide_the_deadline(engines: Engines, tmp_path: Path) -> None:
     tmp_path.rmdir()
+    tmp_path.touch()
     said = _fails(engines, lambda e: score.fn(e, None, 0), "^score: the trainer: no answer within deadlines.score_s")
     assert "stacks of the engines: not written: " in said
+
+
+def test_a_process_that_took_the_number_of_a_dead_one_gets_no_signal() -> None:
+    """It would end it."""
+    with subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE) as other:
+        assert read_stacks(Place("", other.pid, 0, 0, 0)) == f"no stacks: process {other.pid} is another\n"
+        time.sleep(0.2)
+        assert other.poll() is None
+        other.kill()
+    assert read_stacks(Place("", other.pid, 0, 0, 0)).startswith("no stacks: [Errno 2]")
 
 
 @pytest.mark.slow
@@ -245,7 +258,7 @@ def test_a_run_whose_trainer_is_late_fails_and_leaves_nothing_running(tmp_path: 
     assert len(started) > 3 and [" ".join(child.cmdline()) for child in alive] == []
     (written,) = tmp_path.glob("*/stacks-checkpoint-*.txt")
     assert f"stacks of the engines: {written}" in said
-    assert "== rollout" in written.read_text() and "== trainer" in written.read_text()
+    assert "== the rollout engine\n" in written.read_text() and "== the trainer\n" in written.read_text()
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (experiment,) = client.search_experiments(filter_string="name = 'fp8-grpo'")
     (run,) = client.search_runs([experiment.experiment_id])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.side_records import EVAL_RESULTS
-from tests.flows.runs import final_weights, journal_of, points, succeeded, train, train_and_kill
+from tests.flows.runs import final_weights, journal_of, points, succeeded, train, train_and_kill, train_anew
 from tests.s3_server import SeaweedServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -23,7 +23,7 @@ def test_s3_killed_and_resumed_is_bitwise_equal(
     options = {"endpoint_url": s3_server.endpoint_url}
     place = ["storage=s3", f"storage.url={url}", f"storage.options.endpoint_url={s3_server.endpoint_url}"]
     train_and_kill(place, runs_dir, "on-s3", after_step=3, extra=environment)
-    done = succeeded(train([*place, "resume=auto"], runs_dir, environment))
+    done = succeeded(train_anew([*place, "resume=auto"], runs_dir, environment))
     assert "run on-s3 continues after step 2" in done.out and "computed again" not in done.out
     assert points(runs_dir, "on-s3") == points(runs_dir, "reference")
     for name, value in environment.items():

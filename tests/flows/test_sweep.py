@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.sweep_report import stored_plan
-from tests.flows.runs import fp8_grpo, succeeded
+from tests.flows.runs import OWN_PREFECT, fp8_grpo, succeeded
 from tests.flows.test_comparison import Foreign
 
 pytestmark = pytest.mark.timeout(600)
@@ -26,7 +26,7 @@ def test_finished_runs_are_not_repeated_and_leaving_the_corridor_fails(tmp_path:
         _night(foreign, sweep_id, accuracy)
     choice = ["sweep.recipes=[bf16,fp8_e2e]", "sweep.seeds=[0]", "sweep.corridor.min_history=1"]
     places = [f"runs_dir={tmp_path}/runs", f"tracking.uri={foreign.uri}", f"storage.url={tmp_path}/checkpoints"]
-    done = succeeded(fp8_grpo(["sweep", "smoke", *choice, *places, "--sweep-id", "n2"]))
+    done = succeeded(fp8_grpo(["sweep", "smoke", *choice, *places, "--sweep-id", "n2"], OWN_PREFECT))
     assert "sweep n2: 2 runs, 2 of them done before" in done.out
     figures = json.loads((tmp_path / "runs" / "sweeps" / "n2" / "comparison.json").read_text())
     assert [check["place"] for check in figures["corridors"]["fp8_e2e"]] == ["inside", "inside"]

@@ -23,6 +23,7 @@ from tests.flows.runs import (
     train,
     train_and_interrupt,
     train_and_kill,
+    train_anew,
 )
 
 pytestmark = pytest.mark.timeout(900)
@@ -175,7 +176,7 @@ def test_the_figures_make_sense(runs_dir: Path, reference: str) -> None:
 
 
 def test_same_command_and_seed_twice_is_bitwise_equal(runs_dir: Path, reference: str) -> None:
-    succeeded(train(["run_name=again"], runs_dir))
+    succeeded(train_anew(["run_name=again"], runs_dir))
     assert points(runs_dir, "again") == points(runs_dir, reference)
     url = f"{runs_dir}/checkpoints"
     assert final_weights(url, "again") == final_weights(url, reference)
@@ -188,7 +189,7 @@ def test_killed_in_a_step_and_resumed_is_bitwise_equal(runs_dir: Path, reference
     assert journal.last("step").step in (3, 4)
     journal.close()
     # Bounds that no model meets: only a new run is measured.
-    done = succeeded(train(["resume=killed", *NO_MODEL_MEETS], runs_dir, OWN_PREFECT))
+    done = succeeded(train_anew(["resume=killed", *NO_MODEL_MEETS], runs_dir, OWN_PREFECT))
     assert "continues after step 2" in done.out
     assert "computed again" not in done.out, "a repeated step must equal its journal entry"
     assert "pre-flight" not in done.out
