@@ -21,3 +21,9 @@ def test_an_interrupt_is_found_behind_another_error() -> None:
         assert is_interrupt(_raised(KeyboardInterrupt(), ValueError("Task run is not set"), linked))
         assert not is_interrupt(_raised(OSError(), ValueError("x"), linked))
     assert not is_interrupt(None)
+
+
+def test_an_error_that_is_its_own_cause_has_an_end() -> None:
+    error = ValueError("x")
+    error.__cause__ = error
+    assert not is_interrupt(error)
