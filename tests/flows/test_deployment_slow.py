@@ -63,9 +63,15 @@ def cluster() -> Iterator[str]:
 
 
 def _long(prefect: Prefect, cluster: str, name: str, runs: str = "runs") -> list[str]:
-    """Overrides of a run that ends when someone ends it."""
+    """Overrides of a run that ends when someone ends it.
+
+    Its steps are long enough for a server on SQLite, which comes behind with events at thirty tasks a second: workers
+    learn of a cancel by an event.
+    """
     place = ["cluster=existing", f"cluster.address={cluster}", f"run_name={name}"]
-    return [*TINY, *prefect.places(runs), *place, "steps=100000", "eval_every=100000", "checkpoint_every=100000"]
+    samples = ["algorithm.prompts_per_step=16", "algorithm.group_size=8"]
+    endless = ["steps=100000", "eval_every=100000", "checkpoint_every=100000"]
+    return [*TINY, *prefect.places(runs), *place, *samples, *endless]
 
 
 def _step(prefect: Prefect, name: str, runs: str = "runs") -> int:
