@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -24,6 +24,7 @@ _PROBE: Final = (
 )
 """Runs under the other Python, so that it imports nothing of this project."""
 
+R = TypeVar("R")
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -40,22 +41,27 @@ def problem_on_nodes(cluster: Cluster) -> str | None:
         held = node["Resources"]
         if not node["Alive"] or not (held.get("CPU") or held.get("GPU")):
             continue
-        found = _problem(cluster, f"node {node['NodeManagerAddress']}", _on(node["NodeID"], cluster.startup_timeout_s))
+        run = on_node(node["NodeID"], subprocess.run, cluster.startup_timeout_s)
+        found = _problem(cluster, f"node {node['NodeManagerAddress']}", run)
         if found is not None:
             return found
     return None
 
 
-def _on(node_id: str, timeout_s: float) -> Run:
-    """`subprocess.run` as a Ray task there: Ray finds a function of the standard library in any environment."""
+def on_node(node_id: str, function: Callable[..., R], timeout_s: float, python: str | None = None) -> Callable[..., R]:
+    """`function` as a Ray task on that node, under `python` (an executable) or the node's own.
+
+    Ray finds a function of the standard library in any environment, one of this project where the project is.
+    """
     strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-    task = ray.remote(subprocess.run).options(num_cpus=0, scheduling_strategy=strategy)
+    environment = None if python is None else {"py_executable": python}
+    task = ray.remote(function).options(num_cpus=0, scheduling_strategy=strategy, runtime_env=environment)
 
-    def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-        done: subprocess.CompletedProcess[str] = ray.get(task.remote(*arguments, **options), timeout=timeout_s)
-        return done
+    def call(*arguments: Any, **options: Any) -> R:
+        answer: R = ray.get(task.remote(*arguments, **options), timeout=timeout_s)
+        return answer
 
-    return run
+    return call
 
 
 def _problem(cluster: Cluster, where: str, run: Run) -> str | None:

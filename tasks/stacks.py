@@ -20,9 +20,9 @@ from typing import Any, Final
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from conf.schema import Cluster
+from infra.worker_python import on_node
 
 _SIGNAL: Final = signal.SIGUSR1
 _WAIT_S: Final = 3.0
@@ -113,12 +113,7 @@ class StackDumps:
             head = f"pid {place.pid} on node {place.node}\n"
             if place.node == _here():
                 return head + read_stacks(place)
-            strategy = NodeAffinitySchedulingStrategy(node_id=place.node, soft=False)
-            environment = {} if self._python is None else {"py_executable": self._python}
-            task = ray.remote(read_stacks).options(
-                num_cpus=0, scheduling_strategy=strategy, runtime_env=environment or None
-            )
-            return head + str(ray.get(task.remote(place), timeout=_ANSWER_S))
+            return head + on_node(place.node, read_stacks, _ANSWER_S, self._python)(place)
         except (RayError, OSError, RuntimeError, ValueError) as error:
             # Ray's own text is the traceback of its worker; its last line says what happened.
             return (

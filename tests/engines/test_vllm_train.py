@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed (extra engines-cpu)")
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("recipe", ["fp8_rollout", "fp8_e2e_kv"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_rollout", "fp8_e2e_kv"])
 def test_a_run_samples_with_vllm_under_audit(tmp_path: Path, recipe: str) -> None:
     """Every sync of the run is audited, so that a finished run is one whose engine held what was sent."""
     succeeded(train(["rollout=vllm", f"recipe={recipe}", "steps=2", "run_name=run"], tmp_path))
