@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -86,11 +87,13 @@ def engines(cluster: None, request: pytest.FixtureRequest, tmp_path: Path) -> En
 
 
 def _await_end(*pids: int) -> None:
+    deadline = time.monotonic() + BOUND_S
     for pid in pids:
-        deadline = time.monotonic() + BOUND_S
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, f"process {pid} was left running"
-            time.sleep(0.05)
+        # It may go between two looks at it.
+        with suppress(psutil.NoSuchProcess):
+            while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline, f"process {pid} was left running"
+                time.sleep(0.05)
 
 
 def _fails(engines: Engines, phase: Callable[[Engines], object], message: str) -> str:
