@@ -6,7 +6,7 @@ whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -113,7 +113,15 @@ class MegatronTrainerEngine:
             if not self._models.away:
                 for policy in self._policies():
                     policy.forget()
-                self._models.take(x for policy in self._policies() for x in policy.model.module.parameters())
+                self._models.take(self._model_tensors())
+
+    def _let_go(self, copies: HostCopies, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """Begin to copy to the host what has to leave soon, beside what the device computes until then."""
+        if self._spec.trainer.offload and not copies.away and not copies.leaving:
+            copies.start(tensors())
+
+    def _model_tensors(self) -> Iterator[Tensor]:
+        return (x for policy in self._policies() for x in policy.model.module.parameters())
 
     def _put_masters_away(self) -> None:
         if not self._masters.away:
@@ -143,14 +151,17 @@ class MegatronTrainerEngine:
 
     @torch.no_grad()
     def export_weights(self, recipe: Recipe) -> SyncPayload:
-        if self._spec.trainer.offload:
-            # A rollout engine on the same device needs the room from here on.
-            self._put_masters_away()
+        self._let_go(self._masters, self._optimizer.tensors)
         self._fetch(masters=False)
         quantized = plan_linears(self._shape, recipe.rollout_linears).quantized
         policy = self._policy
         exporter = exporter_of(policy.model.plan.shape, self._world, policy.live_weights(), recipe, quantized)
-        return gather_payload(exporter, recipe, self._version, self._scales)
+        payload = gather_payload(exporter, recipe, self._version, self._scales)
+        if self._spec.trainer.offload:
+            # A rollout engine on the same device needs the room from here on.
+            self._put_masters_away()
+            self._let_go(self._models, self._model_tensors)
+        return payload
 
     def score(self, batch: RolloutBatch) -> Scores:
         self._fetch(masters=False)
@@ -179,6 +190,7 @@ class MegatronTrainerEngine:
         updates = [update_of(ranks, step.kept, self._ranks.data_rank) for ranks in self._parts(batch)]
         metrics = run_updates(parts, step, updates, spec.algorithm)
         self._version += 1
+        self._let_go(self._masters, self._optimizer.tensors)
         return metrics
 
     @torch.no_grad()

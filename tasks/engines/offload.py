@@ -21,47 +21,69 @@ class _Moved:
 class HostCopies:
     """Host memory for one set of tensors, kept and used again by every round.
 
-    A tensor that is away keeps its shape, and whatever refers to it; its storage on the device is empty.
+    A tensor that is away keeps its shape, and whatever refers to it; its storage on the device is empty. One that
+    leaves (`start`) is still on the device and may be read, not written, until `take` or `give_back`.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
-        self._away: list[_Moved] = []
+        self._moved: list[_Moved] = []
+        self._leaving = False
 
     @property
     def away(self) -> bool:
-        return bool(self._away)
+        return bool(self._moved) and not self._leaving
 
-    def take(self, tensors: Iterable[Tensor]) -> int:
-        """Move what lies on a GPU; returns bytes. Tensors that share memory move once. `EngineError` when away."""
-        if self._away:
-            raise EngineError("these tensors are in host memory already")
+    @property
+    def leaving(self) -> bool:
+        return self._leaving
+
+    def start(self, tensors: Iterable[Tensor]) -> None:
+        """Begin to copy what lies on a GPU, beside what that computes. Tensors that share memory are copied once.
+
+        `EngineError` when they are away or leave already.
+        """
+        if self._moved:
+            raise EngineError("these tensors are in host memory already, or on their way to it")
+        streams: dict[torch.device, torch.cuda.Stream] = {}
         seen: set[int] = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.device.type == "cpu" or not storage.nbytes() or storage.data_ptr() in seen:
                 continue
             seen.add(storage.data_ptr())
+            if tensor.device not in streams:
+                streams[tensor.device] = torch.cuda.Stream(tensor.device)
+                streams[tensor.device].wait_stream(torch.cuda.current_stream(tensor.device))
             copy = self._buffer(storage.nbytes())
-            copy.copy_(_bytes(storage, tensor.device), non_blocking=True)
-            self._away.append(_Moved(storage, tensor.device, copy))
-        if self._away:
+            with torch.cuda.stream(streams[tensor.device]):
+                copy.copy_(_bytes(storage, tensor.device), non_blocking=True)
+            self._moved.append(_Moved(storage, tensor.device, copy))
+        self._leaving = bool(self._moved)
+
+    def take(self, tensors: Iterable[Tensor]) -> int:
+        """Move what lies on a GPU, or end what `start` began; returns bytes. `EngineError` when away."""
+        if not self._leaving:
+            self.start(tensors)
+        if self._leaving:
             torch.cuda.synchronize()
-        for moved in self._away:
+        for moved in self._moved:
             moved.storage.resize_(0)
+        self._leaving = False
         torch.cuda.empty_cache()
-        return sum(moved.copy.numel() for moved in self._away)
+        return sum(moved.copy.numel() for moved in self._moved)
 
     def give_back(self) -> None:
-        """Bring everything back; nothing happens to what is there."""
-        for moved in self._away:
-            moved.storage.resize_(moved.copy.numel())
-            _bytes(moved.storage, moved.device).copy_(moved.copy, non_blocking=True)
-        if self._away:
+        """Bring everything back; nothing happens to what is there, and what leaves stays."""
+        if not self._leaving:
+            for moved in self._moved:
+                moved.storage.resize_(moved.copy.numel())
+                _bytes(moved.storage, moved.device).copy_(moved.copy, non_blocking=True)
+        if self._moved:
             torch.cuda.synchronize()
-        for moved in self._away:
+        for moved in self._moved:
             self._free.setdefault(moved.copy.numel(), []).append(moved.copy)
-        self._away = []
+        self._moved, self._leaving = [], False
 
     def _buffer(self, size: int) -> Tensor:
         if self._free.get(size):

@@ -112,7 +112,10 @@ def _whose_times(rows: Sequence[Row], alone: Sequence[Row]) -> list[str]:
         return ["", "No run had the GPU alone: there are no times and rates."]
     seeds = ", ".join(map(str, sorted({row.seed for row in alone})))
     steps = ", ".join(sorted({str(len(row.mismatch.get("token_mult_prob_error", ()))) for row in alone}))
-    return ["", f"Times and rates are of runs that had the GPU alone: seed {seeds}, {steps} steps."]
+    timed = {row.recipe for row in alone}
+    missing = [f"`{name}`" for name in dict.fromkeys(row.recipe for row in rows) if name not in timed]
+    without = f" No such run: {', '.join(missing)}." if missing else ""
+    return ["", f"Times and rates are of runs that had the GPU alone: seed {seeds}, {steps} steps.{without}"]
 
 
 def _sweep(rows: Sequence[Row], baseline: str, clock: Sequence[Row] | None) -> str:
@@ -160,10 +163,17 @@ def _accuracies(name: str, rows: Sequence[Row]) -> dict[str, str]:
         "correction": ", ".join(dict.fromkeys(row.correction for row in rows)),
         "seeds": str(len(rows)),
         "eval accuracy": interval(_accuracy(rows), ".3f"),
+        "in BF16": number(_mean_in_bf16(rows), ".3f"),
         "mismatch, median": number(errors, ".4f"),
         "max": number(max(worst) if worst else None, ".4f"),
         "gen_kl, median": number(divergence, ".1e"),
     }
+
+
+def _mean_in_bf16(rows: Sequence[Row]) -> float | None:
+    """Mean accuracy of the trained weights behind a BF16 rollout engine; None unless each run has it."""
+    known = [row.accuracy_bf16 for row in rows if row.accuracy_bf16 is not None]
+    return statistics.fmean(known) if len(known) == len(rows) else None
 
 
 def _times(name: str, alone: Sequence[Row], baseline: str) -> dict[str, str]:

@@ -68,6 +68,12 @@ def test_a_row_has_its_figures_and_its_difference_to_the_baseline() -> None:
     assert "0.002 / 0.003 / 0.006" in text
 
 
+def test_the_accuracy_in_bf16_is_the_mean_over_runs_that_all_have_it() -> None:
+    rows = [_row("bf16", 0, accuracy_bf16=0.5), _row("bf16", 1, accuracy_bf16=0.7), _row("fp8_e2e", 0)]
+    text = table([*rows, _row("fp8_e2e", 1, accuracy_bf16=0.6)])
+    assert _cells(text, "bf16")["in BF16"] == "0.600" and _cells(text, "fp8_e2e")["in BF16"] == "-"
+
+
 def test_what_was_not_run_is_listed_and_in_no_figure() -> None:
     rows = [_row("bf16", 0), _row("bf16", 1), _row("fp8_e2e", 0), _row("fp8_e2e", 1, status="FAILED", answers="")]
     rows.append(Row("small", "s", "bare", "unknown", "unknown", 0, "absent"))
@@ -86,6 +92,9 @@ def test_a_run_beside_others_counts_for_accuracy_and_not_for_speed() -> None:
     # Seed 0 alone: 2 s in BF16 and 1 s in FP8.
     assert (fp8["step s"], fp8["speed-up, step"], fp8["rollout tokens/s"]) == ("1.00", "2.00", "1,000")
     assert "Times and rates are of runs that had the GPU alone: seed 0, 3 steps." in text
+    assert "No such run" not in text
+    fp8_shared = table([replace(row, beside=int(row.recipe != "bf16")) for row in rows])
+    assert "alone: seed 0, 1, 3 steps. No such run: `fp8_e2e`." in fp8_shared
     shared = table([replace(row, beside=1) for row in rows])
     assert _cells(shared, "fp8_e2e")["step s"] == "-" and "No run had the GPU alone" in shared
     assert "the GPU alone" not in table([replace(row, beside=0) for row in rows])
