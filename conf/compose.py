@@ -33,6 +33,7 @@ RESULT_NEUTRAL: Final = frozenset(
         "runs_dir",
         "cluster",
         "deadlines",
+        "breakers",
         "tracking",
         "storage",
         "benchmark",

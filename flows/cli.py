@@ -28,11 +28,12 @@ _AFTER_INTERRUPT = {
 
 _EPILOG = (
     "KEY=VALUE sets any key of the configuration (folder conf/; --dry-run prints it resolved), GROUP=OPTION chooses a "
-    "file of a group: recipe, algorithm, correction, model, data, rollout, trainer, cluster, deadlines, tracking, "
-    "storage, benchmark, sweep. "
+    "file of a group: recipe, algorithm, correction, model, data, rollout, trainer, cluster, deadlines, breakers, "
+    "tracking, storage, benchmark, sweep. "
     "resume=auto goes on from the newest checkpoint of the same configuration. "
-    "Exit codes: 0 done, 1 failed, 2 configuration refused, 3 allocation used up (the same command goes on), 130 "
-    "interrupted."
+    "Exit codes: 0 done, 1 failed, 2 configuration refused, 3 allocation used up (the same command goes on), 4 an "
+    "engine failed, 5 an engine missed its deadline, 6 a breaker stopped the run, 7 nothing was trained, 8 all rewards "
+    "were equal, 130 interrupted."
 )
 
 
@@ -114,7 +115,7 @@ def _train(overrides: list[str], dry_run: bool) -> int:
     prepare_environment(local_ray=config.cluster.kind == "local")
     server = embedded_prefect(runs_dir)
     # Imported here: prefect, ray and mlflow read their settings from the environment on import.
-    from flows.failures import RUN_FAILURES, is_unreachable_server
+    from flows.failures import RUN_FAILURES, is_unreachable_server, run_failed
     from flows.train import fp8_grpo
 
     try:
@@ -122,7 +123,7 @@ def _train(overrides: list[str], dry_run: bool) -> int:
             server.wait(SERVER_START_S)
         result = fp8_grpo(**form_fields(overrides))
     except RUN_FAILURES as error:
-        return failed(error)
+        return run_failed(error)
     except RuntimeError as error:
         if not is_unreachable_server(error):
             raise

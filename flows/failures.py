@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Final, Literal
 
 from prefect.exceptions import TerminationSignal
 
+from conf.problems import ConfigError
+from flows import exits
 from flows.allocation import RunStopped
+from flows.breakers import EQUAL_REWARDS, BreakerError, NothingTrainedError
 from infra.journal import JournalError
 from infra.prefect_server import PrefectServerError
 from infra.ray_cluster import ClusterError
 from infra.store import StoreError
 from tasks.audit import AuditError
+from tasks.calls import LateError
 from tasks.data.examples import DataError
 from tasks.data.grading import GraderError
+from tasks.deadlines import LateAnswer
 from tasks.engines.protocols import EngineError
 
 
@@ -38,6 +44,57 @@ def mlflow_status(error: BaseException) -> Literal["FAILED", "KILLED"]:
     return "KILLED" if ended or is_interrupt(error) else "FAILED"
 
 
+Reason = Literal[
+    "done",
+    "allocation",
+    "interrupted",
+    "config",
+    "engine",
+    "deadline",
+    "breaker",
+    "equal_rewards",
+    "nothing_trained",
+    "failed",
+]
+"""How a run ended; the MLflow tag `ended_by` of one that did."""
+
+_EXIT_CODES: Final[Mapping[Reason, int]] = {
+    "done": exits.OK,
+    "allocation": exits.UNFINISHED,
+    "interrupted": exits.INTERRUPTED,
+    "config": exits.CONFIG_ERROR,
+    "engine": exits.ENGINE_FAILED,
+    "deadline": exits.LATE,
+    "breaker": exits.BREAKER,
+    "equal_rewards": exits.EQUAL_REWARDS,
+    "nothing_trained": exits.NOTHING_TRAINED,
+    "failed": exits.FAILED,
+}
+
+_REASONS: Final[tuple[tuple[tuple[type[BaseException], ...], Reason], ...]] = (
+    ((RunStopped,), "allocation"),
+    ((ConfigError, DataError), "config"),
+    ((NothingTrainedError,), "nothing_trained"),
+    ((LateError, LateAnswer), "deadline"),
+    ((EngineError, AuditError), "engine"),
+)
+"""By type, the first that fits."""
+
+
+def reason(error: BaseException) -> Reason:
+    """How a run ended that an error has ended."""
+    if isinstance(error, SystemExit | TerminationSignal) or is_interrupt(error):
+        return "interrupted"
+    if isinstance(error, BreakerError):
+        return "equal_rewards" if error.metric == EQUAL_REWARDS else "breaker"
+    return next((found for types, found in _REASONS if isinstance(error, types)), "failed")
+
+
+def run_failed(error: Exception) -> int:
+    """Say in a line what ended a run; its exit code."""
+    return exits.failed(error, _EXIT_CODES[reason(error)])
+
+
 def is_unreachable_server(error: BaseException) -> bool:
     """Whether a Prefect server did not answer, for which Prefect has no type of its own."""
     return type(error) is RuntimeError and "Failed to reach API" in str(error)
@@ -45,11 +102,13 @@ def is_unreachable_server(error: BaseException) -> bool:
 
 RUN_FAILURES = (
     AuditError,
+    BreakerError,
     ClusterError,
     DataError,
     EngineError,
     GraderError,
     JournalError,
+    NothingTrainedError,
     PrefectServerError,
     StoreError,
 )

@@ -21,9 +21,10 @@ from ray.actor import ActorHandle
 from conf.compose import flatten, resolved
 from conf.schema import RunConfig
 from flows.allocation import RunStopped
+from flows.breakers import BREAKERS
 from flows.console import Console
 from flows.environment import tracking_uri
-from flows.failures import is_interrupt, mlflow_status
+from flows.failures import Reason, is_interrupt, mlflow_status, reason
 from flows.identity import RunIdentity, identify
 from flows.placement import placement, shortage, trains_on_gpu
 from flows.record import Record
@@ -49,8 +50,10 @@ from tasks.rollout_pool import RolloutPool
 from tasks.stacks import StackDumps
 
 _MLFLOW_START_S = 30.0
-_SIDE_RECORDS = (TOP_TOKENS, EVAL_RESULTS, CALIBRATION_SCALES)
+_SIDE_RECORDS = (TOP_TOKENS, EVAL_RESULTS, CALIBRATION_SCALES, BREAKERS)
 _NOT_OF_A_RUN = ("sweep.", "tracking.tags.", "allocation_s")
+ENDED_BY = "ended_by"
+"""Tag of an MLflow run: a `flows.failures.Reason`, `-` while it goes on or where it was killed."""
 
 
 @dataclass
@@ -291,6 +294,7 @@ def _writer(
         "seed": str(config.seed),
         "flow_run_id": flow_run_id,
         "git_commit": git_commit(Path(__file__).parent),
+        ENDED_BY: "-",
         **hardware,
         **config.tracking.tags,
     }
@@ -311,17 +315,19 @@ def _writer(
 def _closing(writer: MlflowWriter, config: RunConfig, run: str, stacks: StackDumps, console: Console) -> Iterator[None]:
     writer.start()
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED"
+    ended_by: Reason = "done"
     try:
         yield
     except BaseException as error:
-        status = mlflow_status(error)
+        status, ended_by = mlflow_status(error), reason(error)
         if is_interrupt(error):
             raise KeyboardInterrupt from error
         raise
     finally:
         for path in stacks.written:
             writer.add_artifact(path)
-        report = writer.close(status, timeout_s=config.tracking.outage_patience_s + _MLFLOW_START_S)
+        limit = config.tracking.outage_patience_s + _MLFLOW_START_S
+        report = writer.close(status, timeout_s=limit, tags={ENDED_BY: ended_by})
         if report.pending or report.error:
             console.say(
                 f"MLflow: {report.pending} entries are not stored yet ({report.error}); they are in the journal, and "

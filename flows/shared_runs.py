@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from conf.compose import compose
 from conf.problems import ConfigError
 from flows.environment import prepare_environment
-from flows.exits import CONFIG_ERROR, INTERRUPTED, OK, UNFINISHED, failed
+from flows.exits import CONFIG_ERROR, INTERRUPTED, OK, UNFINISHED
 
 if TYPE_CHECKING:
     from flows.session import KeptEngines
@@ -78,7 +78,7 @@ def _serve(connection: Connection, setup: Setup) -> None:
 
 def _run(request: Request, kept: KeptEngines) -> int:
     """Exit code of a run; what is no typed failure is raised, and ends the process."""
-    from flows.failures import RUN_FAILURES
+    from flows.failures import RUN_FAILURES, run_failed
     from flows.inputs import check_inputs
     from flows.train import run_in_flow
 
@@ -90,7 +90,7 @@ def _run(request: Request, kept: KeptEngines) -> int:
         print(f"fp8-grpo: {error}", file=sys.stderr)
         return CONFIG_ERROR
     except RUN_FAILURES as error:
-        return failed(error)
+        return run_failed(error)
     except Exception:
         # To the run's own output; then the process ends, and the next run gets a fresh one.
         traceback.print_exc()

@@ -11,6 +11,7 @@ from conf.problems import ConfigError
 from conf.schema import RunConfig
 from conf.schema.base import counted
 from flows.allocation import Pace, RunStopped
+from flows.breakers import BREAKERS, BreakerError, Breakers, check_something_was_trained
 from flows.cautions import cautions
 from flows.console import Console
 from flows.inputs import check_prompts
@@ -62,6 +63,7 @@ def run_training(
                 _train(session, stepper, pace)
                 _finish(session, stepper, pace)
             summary = _report(session)
+            check_something_was_trained(session.record.journal.entries(), config.algorithm.updates_per_step)
             if session.record.replay_differences:
                 console.say(_differing(session.record.replay_differences))
     except RunStopped as stopped:
@@ -165,12 +167,14 @@ def _train(session: Session, stepper: Stepper, pace: Pace) -> None:
     """All steps that are left; `RunStopped`, with a checkpoint, after the last one that the allocation has room for."""
     config = session.config
     pace.learn(session.record.journal.entries())
+    breakers = _breakers(session)
     session.console.advance("train", session.start_step, config.steps, line=False)
     for step in range(session.start_step + 1, config.steps + 1):
         with pace.measured("step"):
             metrics = stepper.step(step)
         session.record.add("step", step, metrics)
         session.console.step(step, config.steps, metrics)
+        _judge(session, breakers, step, metrics)
         if step % config.eval_every == 0 or step == config.steps:
             with pace.measured("eval"):
                 _evaluate(session, stepper, step)
@@ -183,6 +187,20 @@ def _train(session: Session, stepper: Stepper, pace: Pace) -> None:
                 session.record.add("checkpoint", step, values)
         if stops:
             _stop(session, step)
+
+
+def _breakers(session: Session) -> Breakers:
+    rules, path = session.config.breakers.rules, session.folder / BREAKERS
+    return Breakers(rules, path, session.console, session.record.journal.entries(), session.start_step)
+
+
+def _judge(session: Session, breakers: Breakers, step: int, metrics: dict[str, float]) -> None:
+    """`BreakerError` where a rule stops the run: its evidence goes to MLflow, its last checkpoint stays the newest."""
+    try:
+        breakers.judge(step, metrics)
+    except BreakerError:
+        session.record.writer.add_artifact(breakers.path)
+        raise
 
 
 def _parts(config: RunConfig, step: int) -> tuple[str, ...]:

@@ -114,7 +114,10 @@ class TrackedRun:
     def log_artifact(self, path: Path, artifact_path: str | None) -> None:
         self._client.log_artifact(self.run_id, str(path), artifact_path)
 
-    def finish(self, status: str) -> None:
+    def finish(self, status: str, tags: Mapping[str, str] | None = None) -> None:
+        """Set tags, then the status and the end time."""
+        for key, value in (tags or {}).items():
+            self._client.set_tag(self.run_id, key, value)
         self._client.set_terminated(self.run_id, status=status)
 
     def _steps(self, key: str) -> set[int]:

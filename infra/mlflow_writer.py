@@ -98,6 +98,7 @@ class MlflowWriter:
         self._changed = threading.Condition()
         self._grown = True
         self._closing: Status | None = None
+        self._last_tags: dict[str, str] = {}
         self._stop = False
         self._finished = False
         self._written = 0
@@ -136,15 +137,15 @@ class MlflowWriter:
             self._grown = True
             self._changed.notify_all()
 
-    def close(self, status: Status, timeout_s: float) -> WriterReport:
-        """Flush, set the status of the run, end the thread. Returns after `timeout_s` at the latest, and
+    def close(self, status: Status, timeout_s: float, tags: Mapping[str, str] | None = None) -> WriterReport:
+        """Flush, set `tags` and the status of the run, end the thread. Returns after `timeout_s` at the latest, and
         after `patience_s` without a success. A second call reports the same again.
         """
         if status not in get_args(Status):
             raise ValueError(f"status={status!r}: allowed are {', '.join(get_args(Status))}")
         with self._changed:
             if self._closing is None:
-                self._closing = status
+                self._closing, self._last_tags = status, dict(tags or {})
                 self._last_success = time.monotonic()
             self._changed.notify_all()
         deadline = time.monotonic() + timeout_s
@@ -198,7 +199,7 @@ class MlflowWriter:
         if status is not None and not self._stop:
             # The last append comes before closing, so this pass over the journal takes everything.
             self._send_entries(self._run)
-            self._run.finish(status)
+            self._run.finish(status, self._last_tags)
             if failure is None:
                 with self._changed:
                     self._finished = True

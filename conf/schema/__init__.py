@@ -3,6 +3,7 @@
 from conf.schema.algorithm import Algorithm, DynamicSampling, Overlong
 from conf.schema.base import Problem, Refusal, Section
 from conf.schema.benchmark import Benchmark
+from conf.schema.breakers import BreakerRule, Breakers
 from conf.schema.correction import Correction, RejectionRule
 from conf.schema.data import Data, JsonlData, ReasoningGymData, SyntheticData
 from conf.schema.deadlines import Deadlines
@@ -18,6 +19,8 @@ __all__ = [
     "Algorithm",
     "Benchmark",
     "Bootstrap",
+    "BreakerRule",
+    "Breakers",
     "Calibration",
     "Cluster",
     "Correction",

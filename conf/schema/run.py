@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from conf.schema.algorithm import Algorithm, nearest_divisor
 from conf.schema.base import Problem, Refusal, Section
 from conf.schema.benchmark import Benchmark
+from conf.schema.breakers import Breakers
 from conf.schema.correction import Correction
 from conf.schema.data import Data, SyntheticData
 from conf.schema.deadlines import Deadlines
@@ -65,6 +66,9 @@ class RunConfig(Section):
 
     deadlines: Deadlines
     """Longest waits for the engines."""
+
+    breakers: Breakers
+    """Rules on the metrics of each step."""
 
     tracking: Tracking
     """MLflow."""

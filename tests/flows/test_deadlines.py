@@ -252,7 +252,7 @@ def test_a_run_whose_trainer_is_late_fails_and_leaves_nothing_running(tmp_path: 
             time.sleep(0.2)
         out.seek(0)
         said = out.read()
-    assert process.returncode == 1, said
+    assert process.returncode == 5, said
     assert (
         "LateError: checkpoint: the trainer: no answer within deadlines.checkpoint_s = 0.001 s; allowed: a larger"
         in said

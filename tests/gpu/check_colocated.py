@@ -103,7 +103,7 @@ def late(work: Path) -> list[Finding]:
     said = "LateError: train: the trainer: no answer within deadlines.train_s = 0.001 s" in out
     tail = "" if said else out[-TAIL:]
     return [
-        finding("a late trainer ends the run with 1", code == 1 and said, code=code, tail=tail),
+        finding("a late trainer ends the run with 5", code == 5 and said, code=code, tail=tail),
         finding("nothing of it stays", _comes_back(before), before=before, after=_used()),
     ]
 

@@ -11,8 +11,8 @@ from conf.overrides import FREE_MAPS
 from conf.problems import nearest_key
 
 TOP = (
-    "recipe, algorithm, correction, model, data, rollout, trainer, cluster, deadlines, tracking, storage, benchmark, "
-    "sweep, steps, seed, eval_every, checkpoint_every, runs_dir, allocation_s, run_name, resume"
+    "recipe, algorithm, correction, model, data, rollout, trainer, cluster, deadlines, breakers, tracking, storage, "
+    "benchmark, sweep, steps, seed, eval_every, checkpoint_every, runs_dir, allocation_s, run_name, resume"
 )
 ALGORITHM = (
     "name, group_size, prompts_per_step, updates_per_step, advantage_baseline, advantage_scale, advantage_eps, ratio, "
