@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from conf.schema import BreakerRule
 from flows.console import Console
-from flows.side_records import StepLines
+from flows.side_records import StepLines, whole_lines
 from infra.journal import Entry
 from tasks.numerics.breakers import Bounds, trips
 
@@ -17,6 +19,7 @@ BREAKERS: Final = "breakers.jsonl"
 """Lines of kind `<rule number> <metric> <action>`, one for each time that a rule tripped: its values, by step."""
 
 EQUAL_REWARDS: Final = "reward/zero_variance_fraction"
+BF16_ROLLOUT: Final = "bf16_rollout"
 
 
 class BreakerError(RuntimeError):
@@ -29,6 +32,14 @@ class BreakerError(RuntimeError):
 
 class NothingTrainedError(RuntimeError):
     """A run is at its end, and none of its updates was made."""
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A rule that has tripped, and what is to be said of it."""
+
+    rule: BreakerRule
+    text: str
 
 
 class Breakers:
@@ -49,10 +60,10 @@ class Breakers:
     def path(self) -> Path:
         return self._evidence.path
 
-    def judge(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After a step; raises `BreakerError` for a rule that stops the run, after all of them have been looked at."""
+    def judge(self, step: int, metrics: Mapping[str, float]) -> tuple[Trip, ...]:
+        """After a step: the rules that trip, each with its evidence written, those that only warn already told."""
         self._note(step, metrics)
-        stopped: BreakerError | None = None
+        found = []
         for number, rule in enumerate(self._rules):
             series = self._series[rule.metric]
             bounds = Bounds(rule.above, rule.below)
@@ -60,21 +71,25 @@ class Breakers:
                 continue
             if not trips(bounds, [value for _, value in series], rule.patience, every=rule.action == "stop"):
                 continue
-            text = _said(number, rule, bounds, step, series)
             last = {f"step {at}": value for at, value in series[-rule.patience :]}
             self._evidence.add(f"{number} {rule.metric} {rule.action}", step, last)
-            if rule.action == "stop" and stopped is None:
-                stopped = BreakerError(rule.metric, text)
-            else:
-                self._console.say(f"warning, step {step}: {text}")
-        if stopped is not None:
-            raise stopped
+            found.append(Trip(rule, _said(number, rule, bounds, step, series)))
+            if rule.action != "stop":
+                self._console.say(f"warning, step {step}: {found[-1].text}")
+        return tuple(found)
 
     def _note(self, step: int, values: Mapping[str, object]) -> None:
         for metric, series in self._series.items():
             value = values.get(metric)
             if isinstance(value, int | float):
                 series.append((step, float(value)))
+
+
+def fell_back(path: Path, until: int) -> int | None:
+    """The first step up to `until` after which a rule had the run go on with a BF16 rollout engine, by its evidence."""
+    lines = (json.loads(line) for line in whole_lines(path))
+    steps = [line["step"] for line in lines if line["kind"].endswith(f" {BF16_ROLLOUT}") and line["step"] <= until]
+    return min(steps, default=None)
 
 
 def _said(number: int, rule: BreakerRule, bounds: Bounds, step: int, series: list[tuple[int, float]]) -> str:

@@ -11,6 +11,7 @@ from conf.problems import ConfigError
 from flows import exits
 from flows.allocation import RunStopped
 from flows.breakers import EQUAL_REWARDS, BreakerError, NothingTrainedError
+from flows.pausing import PauseError
 from infra.journal import JournalError
 from infra.prefect_server import PrefectServerError
 from infra.ray_cluster import ClusterError
@@ -109,6 +110,7 @@ RUN_FAILURES = (
     GraderError,
     JournalError,
     NothingTrainedError,
+    PauseError,
     PrefectServerError,
     StoreError,
 )

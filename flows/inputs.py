@@ -10,6 +10,7 @@ from conf.preflight import preflight
 from conf.problems import ConfigError
 from conf.schema import JsonlData, Problem, RunConfig
 from conf.schema.sharing import shares_gpus
+from flows.environment import prefect_api_url
 from flows.placement import memory_shortage, own_nodes, placement, shortage
 from flows.sharing import host_shortage, sharing_shortages
 from infra.device import gpu_count, gpu_memory, host_memory
@@ -44,6 +45,8 @@ def check_inputs(config: RunConfig, starts: bool = True) -> RunPlan:
     problems: list[str] = []
     if Path(config.runs_dir).exists() and not Path(config.runs_dir).is_dir():
         problems.append(f"runs_dir = {config.runs_dir}: is a file; allowed: a folder, or a path that does not exist")
+    if starts:
+        problems += _pauses(config)
     if starts and config.cluster.kind == "local":
         problems += _worker_python(config.cluster.worker_python)
     nodes = own_nodes(config, gpu_count()) if starts else None
@@ -68,6 +71,16 @@ def check_inputs(config: RunConfig, starts: bool = True) -> RunPlan:
     if problems or plan is None:
         raise ConfigError(problems)
     return plan
+
+
+def _pauses(config: RunConfig) -> list[str]:
+    """A run that waits for a person needs a server on which one can find it."""
+    pausing = [number for number, rule in enumerate(config.breakers.rules) if rule.action == "pause"]
+    if not pausing or prefect_api_url() is not None:
+        return []
+    wrong = "nobody can resume the run: its Prefect server is its own and ends with it"
+    allowed = "another action, or a server by PREFECT_API_URL or an active profile"
+    return [str(Problem(f"breakers.rules[{number}].action", "pause", wrong, allowed)) for number in pausing]
 
 
 def _worker_python(path: str | None) -> list[str]:

@@ -120,7 +120,7 @@ def mark_dead(client: SyncPrefectClient, silent: timedelta, findings: Findings) 
     """
     now = datetime.now(UTC)
     living = []
-    for run in _runs(client, (StateType.RUNNING, StateType.CANCELLING, StateType.PENDING), None):
+    for run in _runs(client, (StateType.RUNNING, StateType.CANCELLING, StateType.PENDING, StateType.PAUSED), None):
         assert run.state is not None
         # A pending run beats not yet: it has twice the time to start.
         patience = silent * (2 if run.state.type == StateType.PENDING else 1)

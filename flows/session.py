@@ -68,6 +68,7 @@ class Session:
     dataset: Dataset
     grader: Grader
     console: Console
+    flow_run_id: str
 
     def __post_init__(self) -> None:
         self.start_step = self.identity.start_step
@@ -135,7 +136,7 @@ def open_session(
         stack.enter_context(_closing(writer, config, identity.name, stacks, console))
         writer.add_artifact(folder / "config.yaml")
         await_actors(rollout, engines, config)
-        yield Session(config, identity, folder, Record(journal, writer), engines, dataset, grader, console)
+        yield Session(config, identity, folder, Record(journal, writer), engines, dataset, grader, console, flow_run_id)
 
 
 def _set_aside(folder: Path) -> None:
@@ -327,7 +328,8 @@ def _closing(writer: MlflowWriter, config: RunConfig, run: str, stacks: StackDum
         for path in stacks.written:
             writer.add_artifact(path)
         limit = config.tracking.outage_patience_s + _MLFLOW_START_S
-        report = writer.close(status, timeout_s=limit, tags={ENDED_BY: ended_by})
+        writer.tag(ENDED_BY, ended_by)
+        report = writer.close(status, timeout_s=limit)
         if report.pending or report.error:
             console.say(
                 f"MLflow: {report.pending} entries are not stored yet ({report.error}); they are in the journal, and "

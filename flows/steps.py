@@ -44,10 +44,25 @@ class Stepper:
         # Once a run: a model folder can hold many gigabytes.
         self._inputs = input_digests(session.config)
 
+    @property
+    def in_bf16(self) -> bool:
+        """Whether the rollout engine is one of BF16, by the recipe or since a breaker tripped."""
+        return self._recipe == high_precision_rollout(self._recipe)
+
+    def use_bf16(self) -> None:
+        """The rollout engine is one of BF16 from here on, whatever the recipe says."""
+        self._recipe = high_precision_rollout(self._s.config.recipe)
+        self._expected_linears = ()
+
+    def fall_back(self) -> None:
+        """Go on with a BF16 rollout engine in place of the run's own; it is empty until the next sync."""
+        self.use_bf16()
+        rebuild_rollout(self._s.engines, self._s.config, self._recipe, self._model_dir, "BF16 rollout")
+
     def step(self, step: int) -> dict[str, float]:
         """Step `step` (from 1), at weight version step - 1; returns its metrics by MLflow name."""
         s, config = self._s, self._s.config
-        synced, scales = self._sync()
+        synced, scales = self.sync()
         s.scales.add("step", step, layer_scales(scales))
         sampled = self._sampler.sample(step)
         sampled.metrics.update(put_to_sleep(s.engines, config))
@@ -79,7 +94,8 @@ class Stepper:
                 self._warned.add(kind)
                 self._s.console.say(f"warning, step {step}: {text}")
 
-    def _sync(self) -> tuple[dict[str, float], Scales]:
+    def sync(self) -> tuple[dict[str, float], Scales]:
+        """Bring the trainer's weights to the rollout engine; metrics, and the scales that were sent."""
         metrics = sync(self._s.engines, self._recipe, self._expected_linears, self._s.config.cluster)
         scales: Scales = metrics.pop("scales")
         return {name: value for name, value in metrics.items() if name != "version"}, scales
@@ -87,7 +103,7 @@ class Stepper:
     def evaluate(self, step: int, metric: str = "eval/accuracy") -> dict[str, float]:
         """Greedy accuracy at the weights after `step` steps, on freshly synced weights and scales."""
         s = self._s
-        self._sync()
+        self.sync()
         limit = s.config.rollout.max_new_tokens
         found = evaluate(s.engines, s.dataset.eval, self._codec, s.grader, step, limit, metric)
         # A checkpoint comes next, and the trainer takes all of its state back for that.
@@ -98,10 +114,7 @@ class Stepper:
 
     def evaluate_bf16(self, step: int) -> dict[str, float]:
         """`eval/accuracy_bf16`: the same weights on a BF16 rollout engine, which replaces the run's own."""
-        s = self._s
-        self._recipe = high_precision_rollout(s.config.recipe)
-        self._expected_linears = ()
-        rebuild_rollout(s.engines, s.config, self._recipe, self._model_dir, "BF16 rollout")
+        self.fall_back()
         metrics = self.evaluate(step, "eval/accuracy_bf16")
         return {"eval/accuracy_bf16": metrics["eval/accuracy_bf16"]}
 

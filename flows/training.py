@@ -11,10 +11,19 @@ from conf.problems import ConfigError
 from conf.schema import RunConfig
 from conf.schema.base import counted
 from flows.allocation import Pace, RunStopped
-from flows.breakers import BREAKERS, BreakerError, Breakers, check_something_was_trained
+from flows.breakers import (
+    BF16_ROLLOUT,
+    BREAKERS,
+    BreakerError,
+    Breakers,
+    Trip,
+    check_something_was_trained,
+    fell_back,
+)
 from flows.cautions import cautions
 from flows.console import Console
 from flows.inputs import check_prompts
+from flows.pausing import await_person
 from flows.planning import correction_line, objective_line
 from flows.report import summarize, write_report
 from flows.session import KeptEngines, Session, find_run, open_session, storage_target
@@ -25,7 +34,10 @@ from tasks.bootstrap import bootstrap, build_engines, prepare_model, rebuild_rol
 from tasks.calls import stopwatch
 from tasks.data.tokens import TextCodec
 from tasks.engines.plan import rollout_linears
-from tasks.sync import sync
+from tasks.engines.registry import high_precision_rollout
+
+BF16_SINCE: Final = "bf16_rollout_since"
+"""Tag of an MLflow run: the step after which a breaker had it go on with a BF16 rollout engine."""
 
 _NAMED: Final = 3
 """How many of the values that differ are named."""
@@ -106,8 +118,9 @@ def _prepare(session: Session, pace: Pace) -> Stepper:
         how = "from the cache" if prepared["cached"] else f"in {prepared['time/warm_start_s']:.1f} s"
         s.console.say(f"warm start: {how}")
     checked = s.identity.manifest is None and preflight.wanted(config)
+    recipe = config.recipe if _since(session, s.identity.start_step) is None else high_precision_rollout(config.recipe)
     with pace.measured("build"):
-        build_engines(s.engines, config, preflight.bf16_cache(config.recipe) if checked else config.recipe, model_dir)
+        build_engines(s.engines, config, preflight.bf16_cache(recipe) if checked else recipe, model_dir)
     codec, linears = TextCodec(Path(model_dir)), rollout_linears(config, Path(model_dir))
     check_prompts(s.dataset, codec, config)
     if s.identity.manifest is None:
@@ -125,12 +138,24 @@ def _prepare(session: Session, pace: Pace) -> Stepper:
         restored = s.engines.answer("restore", "trainer", ref, s.engines.clock("restore_s"))
         s.start_step = restored["step"]
         stepper = Stepper(s, codec, model_dir, linears, drawn=restored["meta"]["prompts_drawn"])
+        since = _since(session, s.start_step)
+        if since is not None:
+            stepper.use_bf16()
+            s.record.writer.tag(BF16_SINCE, str(since))
+        elif recipe != config.recipe:
+            # The checkpoint that was loaded is older than the step after which the run fell back.
+            rebuild_rollout(s.engines, config, config.recipe, model_dir)
         if s.start_step != s.identity.start_step:
             s.console.say(
                 f"the checkpoint of step {s.identity.start_step} is damaged; the run goes on after step {s.start_step}"
             )
-        sync(s.engines, config.recipe, linears, config.cluster)
+        stepper.sync()
     return stepper
+
+
+def _since(session: Session, step: int) -> int | None:
+    """Of a run that is continued: the step up to `step` after which a breaker had its rollout go on in BF16."""
+    return None if session.identity.manifest is None else fell_back(session.folder / BREAKERS, step)
 
 
 def _before_fp8_cache(
@@ -174,19 +199,27 @@ def _train(session: Session, stepper: Stepper, pace: Pace) -> None:
             metrics = stepper.step(step)
         session.record.add("step", step, metrics)
         session.console.step(step, config.steps, metrics)
-        _judge(session, breakers, step, metrics)
+        trips = _judge(session, breakers, step, metrics)
+        if any(trip.rule.action == BF16_ROLLOUT for trip in trips) and not stepper.in_bf16:
+            stepper.fall_back()
+            session.record.writer.tag(BF16_SINCE, str(step))
+            session.console.say(f"step {step}: the rollout goes on in BF16")
+        pausing = next((trip for trip in trips if trip.rule.action == "pause"), None)
         if step % config.eval_every == 0 or step == config.steps:
             with pace.measured("eval"):
                 _evaluate(session, stepper, step)
         stops = step < config.steps and not pace.allows(*_parts(config, step + 1))
         every = config.checkpoint_every
-        if stops or (every is not None and (step % every == 0 or step == config.steps)):
+        due = every is not None and (pausing is not None or step % every == 0 or step == config.steps)
+        if stops or due:
             with pace.measured("checkpoint"):
                 values = stepper.checkpoint(step)
             if session.record.journal.find("checkpoint", step) is None:
                 session.record.add("checkpoint", step, values)
         if stops:
             _stop(session, step)
+        if pausing is not None:
+            _pause(session, pausing, step)
 
 
 def _breakers(session: Session) -> Breakers:
@@ -194,13 +227,25 @@ def _breakers(session: Session) -> Breakers:
     return Breakers(rules, path, session.console, session.record.journal.entries(), session.start_step)
 
 
-def _judge(session: Session, breakers: Breakers, step: int, metrics: dict[str, float]) -> None:
+def _judge(session: Session, breakers: Breakers, step: int, metrics: dict[str, float]) -> tuple[Trip, ...]:
     """`BreakerError` where a rule stops the run: its evidence goes to MLflow, its last checkpoint stays the newest."""
-    try:
-        breakers.judge(step, metrics)
-    except BreakerError:
-        session.record.writer.add_artifact(breakers.path)
-        raise
+    trips = breakers.judge(step, metrics)
+    for trip in trips:
+        if trip.rule.action == "stop":
+            session.record.writer.add_artifact(breakers.path)
+            raise BreakerError(trip.rule.metric, trip.text)
+    return trips
+
+
+def _pause(session: Session, trip: Trip, step: int) -> None:
+    """Wait for a person; `BreakerError` where nobody comes."""
+    limit = session.config.breakers.pause_timeout_s
+    session.console.say(f"step {step}: paused for at most {limit:g} s; goes on when the flow run is resumed in Prefect")
+    if not await_person(session.flow_run_id, limit, trip.text):
+        session.record.writer.add_artifact(session.folder / BREAKERS)
+        late = f"{trip.text}; nobody resumed the run within breakers.pause_timeout_s = {limit:g} s"
+        raise BreakerError(trip.rule.metric, late)
+    session.console.say(f"step {step}: resumed")
 
 
 def _parts(config: RunConfig, step: int) -> tuple[str, ...]:

@@ -127,6 +127,11 @@ class MlflowWriter:
             self._changed.wait_for(lambda: self.run_id is not None, timeout)
             return self.run_id
 
+    def tag(self, key: str, value: str) -> None:
+        """A tag that is set when the writer is closed."""
+        with self._changed:
+            self._last_tags[key] = value
+
     def add_artifact(self, path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
         """Queue a local file for the run; it must stay as it is until the writer is closed."""
         source = Path(path).absolute()
@@ -137,15 +142,15 @@ class MlflowWriter:
             self._grown = True
             self._changed.notify_all()
 
-    def close(self, status: Status, timeout_s: float, tags: Mapping[str, str] | None = None) -> WriterReport:
-        """Flush, set `tags` and the status of the run, end the thread. Returns after `timeout_s` at the latest, and
+    def close(self, status: Status, timeout_s: float) -> WriterReport:
+        """Flush, set tags and the status of the run, end the thread. Returns after `timeout_s` at the latest, and
         after `patience_s` without a success. A second call reports the same again.
         """
         if status not in get_args(Status):
             raise ValueError(f"status={status!r}: allowed are {', '.join(get_args(Status))}")
         with self._changed:
             if self._closing is None:
-                self._closing, self._last_tags = status, dict(tags or {})
+                self._closing = status
                 self._last_success = time.monotonic()
             self._changed.notify_all()
         deadline = time.monotonic() + timeout_s

@@ -56,8 +56,10 @@ class BreakerRule(Section):
     patience: int = Field(default=1, ge=1, le=1000)
     """Steps in a row that have to be against the rule before it trips (1 to 1000)."""
 
-    action: Literal["warn", "stop"] = "warn"
-    """warn: say so, once for each time that it trips; stop: end the run as failed, with an exit code of its own."""
+    action: Literal["warn", "pause", "bf16_rollout", "stop"] = "warn"
+    """warn: say so, once for each time that it trips; pause: wait, with a checkpoint, until a person resumes the flow
+    run in Prefect; bf16_rollout: go on with a BF16 rollout engine; stop: end the run as failed, with an exit code of
+    its own."""
 
     @field_validator("below")
     @classmethod
@@ -70,7 +72,10 @@ class BreakerRule(Section):
 
 
 class Breakers(Section):
-    """Rules on the metrics of each step, judged after it, in their order."""
+    """Rules on the metrics of each step, judged after it; of several that trip the one that stops is heeded first."""
 
     rules: Annotated[tuple[BreakerRule, ...], ListAsTuple] = ()
     """Any number of rules; several may be on one metric, such as one that warns and one that stops."""
+
+    pause_timeout_s: float = Field(default=86400.0, gt=0.0, le=1e7)
+    """Longest wait for a person (seconds, > 0, <= 1e7); a run that nobody resumes ends as one that was stopped."""

@@ -116,10 +116,15 @@ def fp8_grpo(arguments: Sequence[str], extra: Mapping[str, str] | None = None) -
 
 
 def train_and_kill(
-    arguments: Sequence[str], runs_dir: Path, run: str, after_step: int, extra: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    runs_dir: Path,
+    run: str,
+    after_step: int,
+    extra: Mapping[str, str] | None = None,
+    base: Sequence[str] = SMALL,
 ) -> None:
     """SIGKILL the driver as soon as `after_step` is in the journal, that is inside the step after it."""
-    whole = command([*arguments, f"run_name={run}"], runs_dir)
+    whole = command([*arguments, f"run_name={run}"], runs_dir, base)
     with open(os.devnull, "wb") as out:
         process = forkserver.Command(whole, environment(extra), out.fileno(), new_session=False)
     _await_step(process, runs_dir / run / "journal.jsonl", after_step)

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TypeVar
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.breakers import BREAKERS
-from tests.flows.runs import FEW_SAMPLES, Finished, journal_of, train
+from tests.flows import forkserver
+from tests.flows.runs import (
+    FEW_SAMPLES,
+    Finished,
+    command,
+    environment,
+    final_weights,
+    journal_of,
+    train,
+    train_and_kill,
+)
 
 pytestmark = pytest.mark.slow
+
+T = TypeVar("T")
 
 QUICK = (*FEW_SAMPLES, "steps=3", "eval_every=3", "checkpoint_every=1", "model.warm_start=null", "data.pool_size=500")
 
@@ -68,3 +88,73 @@ def test_a_run_that_trained_nothing_is_no_success_and_keeps_its_report(tmp_path:
     _, run = _tracked(tmp_path)
     assert (run.info.status, run.data.tags["ended_by"]) == ("FAILED", "nothing_trained")
     assert (tmp_path / "a" / "report.md").is_file()
+
+
+def test_a_run_that_fell_back_to_a_bf16_rollout_goes_on_with_one_to_the_bit(tmp_path: Path) -> None:
+    rules = "[{metric: mismatch/token_mult_prob_error, above: 0, patience: 2, action: bf16_rollout}]"
+    chosen = ("recipe=fp8_rollout_kv", "rollout.kv_preflight.enabled=false", f"breakers.rules={rules}", "steps=4")
+    whole = _run(tmp_path / "whole", *chosen)
+    assert whole.code == 0, whole.out
+    assert "step 2: the rollout goes on in BF16" in whole.out
+    steps = [e.values for e in journal_of(tmp_path / "whole", "a").entries() if e.kind == "step"]
+    mismatch = [values["mismatch/token_mult_prob_error"] for values in steps]
+    assert min(mismatch[:2]) > 1.05 and max(mismatch[2:]) < 1.02
+    _, run = _tracked(tmp_path / "whole")
+    assert (run.data.tags["bf16_rollout_since"], run.data.tags["ended_by"]) == ("2", "done")
+    train_and_kill(chosen, tmp_path / "cut", "a", after_step=3, base=QUICK)
+    # The rule is gone, and what it did before stays.
+    on = train([*chosen, "breakers=off", "resume=a"], tmp_path / "cut", base=QUICK)
+    assert on.code == 0, on.out
+    assert "differ" not in on.out
+    weights = [final_weights(str(tmp_path / name / "checkpoints"), "a", step=4) for name in ("whole", "cut")]
+    assert weights[0] == weights[1]
+    _, run = _tracked(tmp_path / "cut")
+    assert run.data.tags["bf16_rollout_since"] == "2"
+
+
+PAUSING = "breakers.rules=[{metric: policy/entropy, above: 0, patience: 2, action: pause}]"
+
+
+def test_a_paused_run_goes_on_when_a_person_resumes_it(tmp_path: Path) -> None:
+    whole = command(["run_name=a", "recipe=bf16", PAUSING], tmp_path, QUICK)
+    variables = environment()
+    with TemporaryFile() as out, temporary_settings({PREFECT_API_URL: variables["PREFECT_API_URL"]}):
+        process = forkserver.Command(whole, variables, out.fileno(), new_session=False)
+        # Not from MLflow: two processes that open a new store at once make its tables twice.
+        paused = _await(_paused, process)
+        assert paused.state is not None and "policy/entropy = " in (paused.state.message or "")
+        assert journal_of(tmp_path, "a").find("checkpoint", 2) is not None
+        with get_client(sync_client=True) as client:
+            client.resume_flow_run(paused.id)
+        code = process.wait(timeout=120)
+        out.seek(0)
+        said = out.read().decode()
+    assert code == 0, said
+    assert "step 2: paused for at most 86400 s" in said and "step 2: resumed" in said
+    assert journal_of(tmp_path, "a").find("final", 3) is not None
+
+
+def _await(look: Callable[[], T | None], process: forkserver.Command) -> T:
+    deadline = time.monotonic() + 180
+    while not (found := look()):
+        assert process.poll() is None, "the run ended"
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.5)
+    return found
+
+
+def _paused() -> FlowRun | None:
+    """The one flow run that waits, on a server of this process's own."""
+    state = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PAUSED]))
+    with get_client(sync_client=True) as client:
+        return next(iter(client.read_flow_runs(flow_run_filter=FlowRunFilter(state=state))), None)
+
+
+def test_a_paused_run_that_nobody_resumes_ends_and_can_be_resumed(tmp_path: Path) -> None:
+    done = _run(tmp_path, "recipe=bf16", PAUSING, "breakers.pause_timeout_s=3")
+    assert done.code == 6, done.out
+    assert "nobody resumed the run within breakers.pause_timeout_s = 3 s" in done.out
+    _, run = _tracked(tmp_path)
+    assert (run.info.status, run.data.tags["ended_by"]) == ("FAILED", "breaker")
+    on = _run(tmp_path, "recipe=bf16", "breakers=off", "resume=a")
+    assert on.code == 0 and "continues after step 2" in on.out, on.out

@@ -17,8 +17,16 @@ from conf.problems import ConfigError
 from conf.schema import BreakerRule
 from flows import exits
 from flows.allocation import RunStopped
-from flows.breakers import BREAKERS, BreakerError, Breakers, NothingTrainedError, check_something_was_trained
+from flows.breakers import (
+    BREAKERS,
+    BreakerError,
+    Breakers,
+    NothingTrainedError,
+    check_something_was_trained,
+    fell_back,
+)
 from flows.failures import reason, run_failed
+from flows.inputs import check_inputs
 from infra.journal import Entry
 from infra.store import StoreError
 from tasks.audit import AuditError
@@ -44,15 +52,15 @@ def _entry(step: int, **values: float) -> Entry:
 
 def _judge(
     rules: Sequence[BreakerRule], values: Sequence[float], folder: Path, known: Sequence[float] = ()
-) -> tuple[list[str], BreakerError | None]:
+) -> tuple[list[str], str | None]:
+    """What is said of warnings, and of the rule that stops."""
     said = _Said()
     entries = [Entry(at, "step", at, {MISMATCH: value}, 0) for at, value in enumerate(known, 1)]
     breakers = Breakers(tuple(rules), folder / BREAKERS, said, entries, len(known))  # type: ignore[arg-type]
     for step, value in enumerate(values, len(known) + 1):
-        try:
-            breakers.judge(step, {MISMATCH: value})
-        except BreakerError as error:
-            return said.lines, error
+        for trip in breakers.judge(step, {MISMATCH: value}):
+            if trip.rule.action == "stop":
+                return said.lines, trip.text
     return said.lines, None
 
 
@@ -108,8 +116,9 @@ def test_a_rule_that_stops_names_itself_after_all_rules_were_looked_at(tmp_path:
     warn = BreakerRule(metric=MISMATCH, below=3.0)
     absent = BreakerRule(metric="calibration/saturated_fraction", above=0.0, action="stop")
     said, stopped = _judge([absent, stop, warn], [math.inf], tmp_path)
-    assert stopped is not None and stopped.metric == MISMATCH
-    assert str(stopped).startswith(f"{MISMATCH} = inf (above 1.5 or not finite) at step 1: breakers.rules[1]")
+    assert stopped is not None and stopped.startswith(
+        f"{MISMATCH} = inf (above 1.5 or not finite) at step 1: breakers.rules[1]"
+    )
     assert len(said) == 1 and "breakers.rules[2], action warn" in said[0]
     assert [line["kind"] for line in _evidence(tmp_path)] == [f"1 {MISMATCH} stop", f"2 {MISMATCH} warn"]
 
@@ -121,7 +130,7 @@ def test_a_run_that_goes_on_judges_as_one_that_was_never_interrupted(tmp_path: P
     for cut in range(len(values)):
         (tmp_path / str(cut)).mkdir()
         _, stopped = _judge([rule], values[cut:], tmp_path / str(cut), known=values[:cut])
-        ends.append((str(stopped), _evidence(tmp_path / str(cut))))
+        ends.append((stopped or "", _evidence(tmp_path / str(cut))))
     assert all(end == ends[0] for end in ends) and "the last of them 5" in ends[0][0]
     # A patience that was shortened meanwhile is over at the next step.
     (tmp_path / "shorter").mkdir()
@@ -135,6 +144,23 @@ def test_what_is_computed_again_after_a_resume_leaves_no_second_evidence(tmp_pat
     _judge([rule], [1.1, 1.2], tmp_path)
     _judge([rule], [1.2], tmp_path, known=[1.1])
     assert [line["step"] for line in _evidence(tmp_path)] == [1, 2]
+
+
+def test_a_run_falls_back_once_and_remembers_since_when(tmp_path: Path) -> None:
+    rule = BreakerRule(metric=MISMATCH, above=1.05, patience=2, action="bf16_rollout")
+    _judge([BreakerRule(metric=MISMATCH, above=1.0), rule], [1.1, 1.1, 1.1, 1.1], tmp_path)
+    assert [fell_back(tmp_path / BREAKERS, step) for step in (1, 2, 3, 4)] == [None, 2, 2, 2]
+    assert fell_back(tmp_path / "none.jsonl", 4) is None
+
+
+def test_a_pause_needs_a_server_that_outlives_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "")
+    monkeypatch.setenv("PREFECT_PROFILES_PATH", str(tmp_path / "none.toml"))
+    config = compose(["breakers.rules=[{metric: optim/grad_norm}, {metric: optim/grad_norm, action: pause}]"])
+    with pytest.raises(ConfigError, match=r"breakers.rules\[1\].action = pause: nobody can resume the run"):
+        check_inputs(config)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    check_inputs(config)
 
 
 def test_a_run_without_an_update_is_told_apart() -> None:
@@ -196,7 +222,7 @@ def test_breakers_change_no_result_and_may_change_when_a_run_goes_on() -> None:
         ),
         (
             "breakers.rules=[{metric: mismatch/gen_kl, action: die}]",
-            "breakers.rules[0].action = die: not one of the choices; allowed: one of warn, stop",
+            "breakers.rules[0].action = die: not one of the choices; allowed: one of warn, pause, bf16_rollout, stop",
         ),
         ("breakers.rules=[{metric: mismatch/gen_kl, above: .inf}]", "breakers.rules[0].above = "),
         ("breakers=none", "breakers = none: no such option; allowed: one of off, strict, warn"),

@@ -48,6 +48,7 @@ def test_the_groups_are_those_of_the_product() -> None:
     assert groups(CONFIG_DIR) == {
         "algorithm": ("cispo", "dapo", "dr_grpo", "grpo", "grpo_leave_one_out", "gspo", "reinforce_pp", "rloo"),
         "benchmark": ("ladder", "ladder_h200"),
+        "breakers": ("off", "strict", "warn"),
         "cluster": ("colocated", "existing", "local"),
         "correction": (
             "geometric_mask",
@@ -310,7 +311,7 @@ def test_digest_is_sha256_of_canonical_json_of_what_shapes_results() -> None:
     plain = resolved(compose())
     for neutral in ("steps", "checkpoint_every", "resume", "run_name", "allocation_s", "runs_dir"):
         del plain[neutral]
-    for surroundings in ("cluster", "deadlines", "tracking", "storage", "benchmark", "sweep"):
+    for surroundings in ("cluster", "deadlines", "breakers", "tracking", "storage", "benchmark", "sweep"):
         del plain[surroundings]
     del plain["rollout"]["kv_preflight"]
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,52 @@
+"""A flow run that waits for a person, with its engines as they are: Paused in Prefect until somebody resumes it."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+from uuid import UUID, uuid4
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Paused
+
+from flows.cancellation import SERVER_AWAY
+
+_POLL_S: Final = 5.0
+
+
+class PauseError(RuntimeError):
+    """Prefect does not pause this run; the message says why."""
+
+
+def await_person(flow_run_id: str, timeout_s: float, message: str, poll_s: float = _POLL_S) -> bool:
+    """Pause the run, and wait until it is resumed; False when nobody did within `timeout_s`.
+
+    A server that is away meanwhile is waited for as well. A cancel interrupts the wait as it does any other work.
+    """
+    end = time.monotonic() + timeout_s
+    paused = Paused(timeout_seconds=max(1, round(timeout_s)), reschedule=False, pause_key=uuid4().hex)
+    paused.message = message
+    try:
+        with get_client(sync_client=True) as client:
+            answer = client.set_flow_run_state(UUID(flow_run_id), paused)
+    except SERVER_AWAY as error:
+        raise PauseError(f"the run could not be paused: {error}") from error
+    if answer.status != SetStateStatus.ACCEPT:
+        raise PauseError(f"the run could not be paused: {getattr(answer.details, 'reason', answer.status)}")
+    while time.monotonic() < end:
+        time.sleep(min(poll_s, max(0.0, end - time.monotonic())))
+        state = _state_of(UUID(flow_run_id))
+        if state is not None and state.is_running():
+            return True
+    return False
+
+
+def _state_of(flow_run_id: UUID) -> State | None:
+    try:
+        with get_client(sync_client=True) as client:
+            return client.read_flow_run(flow_run_id).state
+    except (ObjectNotFound, *SERVER_AWAY):
+        return None
