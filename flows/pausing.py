@@ -24,7 +24,8 @@ class PauseError(RuntimeError):
 def await_person(flow_run_id: str, timeout_s: float, message: str, poll_s: float = _POLL_S) -> bool:
     """Pause the run, and wait until it is resumed; False when nobody did within `timeout_s`.
 
-    A server that is away meanwhile is waited for as well. A cancel interrupts the wait as it does any other work.
+    A server that is away meanwhile is waited for as well. `KeyboardInterrupt` where somebody set the run to Cancelled
+    (Prefect takes no Cancelling of a run that is paused), `PauseError` for any other end that it was given.
     """
     end = time.monotonic() + timeout_s
     paused = Paused(timeout_seconds=max(1, round(timeout_s)), reschedule=False, pause_key=uuid4().hex)
@@ -41,6 +42,10 @@ def await_person(flow_run_id: str, timeout_s: float, message: str, poll_s: float
         state = _state_of(UUID(flow_run_id))
         if state is not None and state.is_running():
             return True
+        if state is not None and state.is_cancelled():
+            raise KeyboardInterrupt
+        if state is not None and state.is_final():
+            raise PauseError(f"the paused run was set to {state.name}")
     return False
 
 

@@ -16,6 +16,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelled
 
 from flows.breakers import BREAKERS
 from tests.flows import forkserver
@@ -115,7 +116,8 @@ def test_a_run_that_fell_back_to_a_bf16_rollout_goes_on_with_one_to_the_bit(tmp_
 PAUSING = "breakers.rules=[{metric: policy/entropy, above: 0, patience: 2, action: pause}]"
 
 
-def test_a_paused_run_goes_on_when_a_person_resumes_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("person", "code", "ended_by"), [("resumes", 0, "done"), ("cancels", 130, "interrupted")])
+def test_a_paused_run_does_what_a_person_says(tmp_path: Path, person: str, code: int, ended_by: str) -> None:
     whole = command(["run_name=a", "recipe=bf16", PAUSING], tmp_path, QUICK)
     variables = environment()
     with TemporaryFile() as out, temporary_settings({PREFECT_API_URL: variables["PREFECT_API_URL"]}):
@@ -125,13 +127,19 @@ def test_a_paused_run_goes_on_when_a_person_resumes_it(tmp_path: Path) -> None:
         assert paused.state is not None and "policy/entropy = " in (paused.state.message or "")
         assert journal_of(tmp_path, "a").find("checkpoint", 2) is not None
         with get_client(sync_client=True) as client:
-            client.resume_flow_run(paused.id)
-        code = process.wait(timeout=120)
+            if person == "resumes":
+                client.resume_flow_run(paused.id)
+            else:
+                client.set_flow_run_state(paused.id, Cancelled())
+        ended = process.wait(timeout=120)
         out.seek(0)
         said = out.read().decode()
-    assert code == 0, said
-    assert "step 2: paused for at most 86400 s" in said and "step 2: resumed" in said
-    assert journal_of(tmp_path, "a").find("final", 3) is not None
+    assert ended == code, said
+    assert "step 2: paused for at most 86400 s" in said
+    assert ("step 2: resumed" in said) == (person == "resumes")
+    assert (journal_of(tmp_path, "a").find("final", 3) is not None) == (person == "resumes")
+    _, run = _tracked(tmp_path)
+    assert run.data.tags["ended_by"] == ended_by
 
 
 def _await(look: Callable[[], T | None], process: forkserver.Command) -> T:
