@@ -13,11 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import yaml
 from mlflow import MlflowClient
 
 from flows.environment import has_ray_token
 from infra.run_actors import actors_of, processes_of
-from tests.flows.servers import DEPLOYED, TINY, Prefect, program, ray_head, until
+from tests.flows.servers import DEPLOYED, ROOT, TINY, Prefect, program, ray_head, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -177,6 +178,14 @@ def _await_janitor(prefect: Prefect, run: str) -> None:
         prefect.submit({"silent_s": 60, "overrides": prefect.places()[1:]}, "janitor/hourly")
         prefect.await_state(run, ["CRASHED"], 240)
     assert any("prefect.automation.triggered" in event for event in prefect.automation_events())
+
+
+def test_a_janitor_that_never_started_is_out_of_the_way_before_one_is_asked_for(prefect: Prefect) -> None:
+    """Its worker may die between taking and starting it, as at the full hour: the slot comes back before the alarm."""
+    options = prefect.deployment("janitor/hourly")["concurrency_options"]
+    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    (trigger,) = next(found["triggers"] for found in deployments if found["name"] == "hourly")
+    assert options["collision_strategy"] == "CANCEL_NEW" and options["grace_period_seconds"] < trigger["within"]
 
 
 def test_worker_and_flow_killed_the_janitor_frees(
