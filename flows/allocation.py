@@ -66,6 +66,10 @@ class Pace:
     def note(self, part: str, seconds: float) -> None:
         self._latest.setdefault(part, deque(maxlen=_LATEST)).append(seconds)
 
+    def left(self) -> float:
+        """Seconds to the end of the allocation, less what a checkpoint takes; infinite without one, never below 0."""
+        return max(0.0, self._end - self._clock() - max(self._latest.get("checkpoint", (0.0,))))
+
     def allows(self, *parts: str) -> bool:
         """Whether they fit, should each take as long as it did; a part that was never measured takes nothing."""
         needed = sum(max(self._latest.get(part, (0.0,))) for part in parts)

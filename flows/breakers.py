@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Final
 
 from conf.schema import BreakerRule
 from flows.console import Console
-from flows.side_records import StepLines, whole_lines
+from flows.side_records import StepLines
 from infra.journal import Entry
 from tasks.numerics.breakers import Bounds, trips
 
@@ -83,13 +82,6 @@ class Breakers:
             value = values.get(metric)
             if isinstance(value, int | float):
                 series.append((step, float(value)))
-
-
-def fell_back(path: Path, until: int) -> int | None:
-    """The first step up to `until` after which a rule had the run go on with a BF16 rollout engine, by its evidence."""
-    lines = (json.loads(line) for line in whole_lines(path))
-    steps = [line["step"] for line in lines if line["kind"].endswith(f" {BF16_ROLLOUT}") and line["step"] <= until]
-    return min(steps, default=None)
 
 
 def _said(number: int, rule: BreakerRule, bounds: Bounds, step: int, series: list[tuple[int, float]]) -> str:

@@ -109,10 +109,8 @@ def cancellable(flow_run: FlowRun) -> Iterator[Cancellation]:
 
 def settle_cancelled(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """A hook: what was being cancelled when it ended is Cancelled; Prefect calls an interrupted run Crashed."""
-    if flow_run.deployment_id is not None:
-        # Its worker does that.
-        return
     with get_client(sync_client=True) as client:
         *_, last = [past.type for past in client.read_flow_run_states(flow_run.id) if past.type != StateType.CRASHED]
-        if last == StateType.CANCELLING:
+        if last == StateType.CANCELLED or (last == StateType.CANCELLING and flow_run.deployment_id is None):
+            # A worker does that for those that were being cancelled; a paused run can be set to Cancelled at once.
             client.set_flow_run_state(flow_run.id, Cancelled(message="its process ended itself"), force=True)

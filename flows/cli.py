@@ -16,7 +16,7 @@ from flows.cli_sweep import add_sweep_commands, run_sweep, show_report
 from flows.environment import SERVER_START_S, embedded_prefect, prefect_api_url, prepare_environment, tracking_uri
 from flows.exits import CONFIG_ERROR, FAILED, INTERRUPTED, OK, UNFINISHED, failed
 from flows.form import form_fields
-from flows.inputs import check_inputs
+from flows.inputs import check_inputs, pausing_problems
 from flows.planning import describe
 
 _AFTER_INTERRUPT = {
@@ -136,7 +136,8 @@ def _train(overrides: list[str], dry_run: bool) -> int:
 
 
 def _submit(parsed: argparse.Namespace) -> int:
-    compose(parsed.overrides)
+    if problems := pausing_problems(compose(parsed.overrides), server=True, deployed=True):
+        raise ConfigError(problems)
     prepare_environment(local_ray=False)
     if prefect_api_url() is None:
         allowed = "PREFECT_API_URL=http://HOST:4200/api, or an active profile that has it"

@@ -94,12 +94,22 @@ def _shaping(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if shapes_results(key)}
 
 
+BF16_SINCE = "bf16_rollout_since"
+"""Key of a checkpoint's meta, and tag of an MLflow run."""
+
+
 def checkpoint_meta(
-    config: RunConfig, mlflow_run_id: str | None, model_dir: str, inputs: Mapping[str, str], drawn: int
+    config: RunConfig,
+    mlflow_run_id: str | None,
+    model_dir: str,
+    inputs: Mapping[str, str],
+    drawn: int,
+    bf16_since: int | None = None,
 ) -> dict[str, Any]:
     """What a resume must know beside the engine's state; `inputs` as `input_digests` gave them at the start.
 
-    `drawn`: prompts that were drawn up to here, the data cursor.
+    `drawn`: prompts that were drawn up to here, the data cursor; `bf16_since`: the step after which a breaker had the
+    rollout go on in BF16.
     """
     return {
         "config_digest": digest(config),
@@ -108,4 +118,5 @@ def checkpoint_meta(
         "mlflow_run_id": mlflow_run_id,
         "prompts_drawn": drawn,
         "model_dir": model_dir,
+        BF16_SINCE: bf16_since,
     }

@@ -46,7 +46,7 @@ def check_inputs(config: RunConfig, starts: bool = True) -> RunPlan:
     if Path(config.runs_dir).exists() and not Path(config.runs_dir).is_dir():
         problems.append(f"runs_dir = {config.runs_dir}: is a file; allowed: a folder, or a path that does not exist")
     if starts:
-        problems += _pauses(config)
+        problems += pausing_problems(config, prefect_api_url() is not None)
     if starts and config.cluster.kind == "local":
         problems += _worker_python(config.cluster.worker_python)
     nodes = own_nodes(config, gpu_count()) if starts else None
@@ -73,13 +73,19 @@ def check_inputs(config: RunConfig, starts: bool = True) -> RunPlan:
     return plan
 
 
-def _pauses(config: RunConfig) -> list[str]:
-    """A run that waits for a person needs a server on which one can find it."""
+def pausing_problems(config: RunConfig, server: bool, deployed: bool = False) -> list[str]:
+    """A run that waits for a person needs a server on which one can find it, and is no run of a deployment.
+
+    Of such a run that is Paused Prefect takes the slot away, lets the next one begin on its engines, and ends it.
+    """
     pausing = [number for number, rule in enumerate(config.breakers.rules) if rule.action == "pause"]
-    if not pausing or prefect_api_url() is not None:
+    if not pausing or (server and not deployed):
         return []
     wrong = "nobody can resume the run: its Prefect server is its own and ends with it"
     allowed = "another action, or a server by PREFECT_API_URL or an active profile"
+    if deployed:
+        wrong = "a run of a deployment would lose its slot to the next one while it waits with its engines"
+        allowed = "another action, or fp8-grpo train"
     return [str(Problem(f"breakers.rules[{number}].action", "pause", wrong, allowed)) for number in pausing]
 
 

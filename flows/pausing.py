@@ -30,11 +30,15 @@ def await_person(flow_run_id: str, timeout_s: float, message: str, poll_s: float
     end = time.monotonic() + timeout_s
     paused = Paused(timeout_seconds=max(1, round(timeout_s)), reschedule=False, pause_key=uuid4().hex)
     paused.message = message
-    try:
-        with get_client(sync_client=True) as client:
-            answer = client.set_flow_run_state(UUID(flow_run_id), paused)
-    except SERVER_AWAY as error:
-        raise PauseError(f"the run could not be paused: {error}") from error
+    while True:
+        try:
+            with get_client(sync_client=True) as client:
+                answer = client.set_flow_run_state(UUID(flow_run_id), paused)
+            break
+        except SERVER_AWAY as error:
+            if time.monotonic() >= end:
+                raise PauseError(f"the run could not be paused: {error}") from error
+            time.sleep(min(poll_s, max(0.0, end - time.monotonic())))
     if answer.status != SetStateStatus.ACCEPT:
         raise PauseError(f"the run could not be paused: {getattr(answer.details, 'reason', answer.status)}")
     while time.monotonic() < end:

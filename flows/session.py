@@ -133,7 +133,7 @@ def open_session(
         dataset = loading.result()
         grader = stack.enter_context(Grader(dataset.grader, config.data.answer_time_limit_s))
         writer = _writer(config, identity, folder, journal, flow_run_id, actors.hardware)
-        stack.enter_context(_closing(writer, config, identity.name, stacks, console))
+        stack.enter_context(_closing(writer, config, folder, stacks, console))
         writer.add_artifact(folder / "config.yaml")
         await_actors(rollout, engines, config)
         yield Session(config, identity, folder, Record(journal, writer), engines, dataset, grader, console, flow_run_id)
@@ -313,7 +313,9 @@ def _writer(
 
 
 @contextmanager
-def _closing(writer: MlflowWriter, config: RunConfig, run: str, stacks: StackDumps, console: Console) -> Iterator[None]:
+def _closing(
+    writer: MlflowWriter, config: RunConfig, folder: Path, stacks: StackDumps, console: Console
+) -> Iterator[None]:
     writer.start()
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED"
     ended_by: Reason = "done"
@@ -325,7 +327,9 @@ def _closing(writer: MlflowWriter, config: RunConfig, run: str, stacks: StackDum
             raise KeyboardInterrupt from error
         raise
     finally:
-        for path in stacks.written:
+        # A run that was done has sent its records with its report.
+        breakers = [folder / BREAKERS] if ended_by != "done" and (folder / BREAKERS).exists() else []
+        for path in (*stacks.written, *breakers):
             writer.add_artifact(path)
         limit = config.tracking.outage_patience_s + _MLFLOW_START_S
         writer.tag(ENDED_BY, ended_by)
@@ -333,5 +337,5 @@ def _closing(writer: MlflowWriter, config: RunConfig, run: str, stacks: StackDum
         if report.pending or report.error:
             console.say(
                 f"MLflow: {report.pending} entries are not stored yet ({report.error}); they are in the journal, and "
-                f"resume={run} brings them"
+                f"resume={folder.name} brings them"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conf.schema import MegatronTrainer, RunConfig
-from flows.identity import checkpoint_meta
+from flows.identity import BF16_SINCE, checkpoint_meta
 from flows.inputs import input_digests
 from flows.record import PHASES
 from flows.sampling import Sampler
@@ -41,6 +41,7 @@ class Stepper:
         self._recipe = session.config.recipe
         self._sampler = Sampler(session.engines, session.dataset, session.grader, codec, session.config, drawn)
         self._warned: set[str] = set()
+        self.bf16_since: int | None = None
         # Once a run: a model folder can hold many gigabytes.
         self._inputs = input_digests(session.config)
 
@@ -49,14 +50,18 @@ class Stepper:
         """Whether the rollout engine is one of BF16, by the recipe or since a breaker tripped."""
         return self._recipe == high_precision_rollout(self._recipe)
 
-    def use_bf16(self) -> None:
-        """The rollout engine is one of BF16 from here on, whatever the recipe says."""
+    def use_bf16(self, since: int | None = None) -> None:
+        """The rollout engine is one of BF16 from here on; `since`: the step after which a breaker wanted that."""
         self._recipe = high_precision_rollout(self._s.config.recipe)
         self._expected_linears = ()
+        if since is not None:
+            self.bf16_since = since
+            self._s.record.writer.tag(BF16_SINCE, str(since))
+            self._s.console.say(f"since step {since} the rollout is in BF16: a breaker tripped")
 
-    def fall_back(self) -> None:
+    def fall_back(self, step: int | None = None) -> None:
         """Go on with a BF16 rollout engine in place of the run's own; it is empty until the next sync."""
-        self.use_bf16()
+        self.use_bf16(step)
         rebuild_rollout(self._s.engines, self._s.config, self._recipe, self._model_dir, "BF16 rollout")
 
     def step(self, step: int) -> dict[str, float]:
@@ -121,7 +126,8 @@ class Stepper:
     def checkpoint(self, step: int) -> dict[str, float]:
         """Publish the state after `step` steps."""
         s = self._s
-        meta = checkpoint_meta(s.config, s.mlflow_run_id(), self._model_dir, self._inputs, self._sampler.drawn)
+        inputs, drawn = self._inputs, self._sampler.drawn
+        meta = checkpoint_meta(s.config, s.mlflow_run_id(), self._model_dir, inputs, drawn, self.bf16_since)
         files = {path.name: path.read_bytes() for path in (s.record.journal.path, *s.side_records) if path.exists()}
         keep = s.config.storage.keep_last
         return checkpoint(s.engines, s.storage_target, s.identity.name, step, files, meta, keep)

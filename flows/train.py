@@ -10,6 +10,7 @@ from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 
 from conf.compose import compose
+from conf.problems import ConfigError
 from conf.schema import RunConfig
 from flows.allocation import process_age_s
 from flows.cancellation import cancellable
@@ -95,12 +96,15 @@ def _run(config: RunConfig, used: float, kept: "KeptEngines | None" = None) -> d
     assert context is not None and context.flow_run is not None
     prepare_environment(local_ray=config.cluster.kind == "local")
     # Imported here: ray and mlflow read their settings from the environment on import; and the form needs no torch.
-    from flows.inputs import check_inputs
+    from flows.inputs import check_inputs, pausing_problems
     from flows.training import run_training
 
     check_inputs(config)
+    deployed = context.flow_run.deployment_id is not None
+    if problems := pausing_problems(config, server=True, deployed=deployed):
+        raise ConfigError(problems)
     log = None
-    if context.flow_run.deployment_id is not None:
+    if deployed:
         log = get_run_logger().info
         outlive_readers()
     with cancellable(context.flow_run) as cancellation:

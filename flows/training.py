@@ -18,10 +18,10 @@ from flows.breakers import (
     Breakers,
     Trip,
     check_something_was_trained,
-    fell_back,
 )
 from flows.cautions import cautions
 from flows.console import Console
+from flows.identity import BF16_SINCE
 from flows.inputs import check_prompts
 from flows.pausing import await_person
 from flows.planning import correction_line, objective_line
@@ -35,9 +35,6 @@ from tasks.calls import stopwatch
 from tasks.data.tokens import TextCodec
 from tasks.engines.plan import rollout_linears
 from tasks.engines.registry import high_precision_rollout
-
-BF16_SINCE: Final = "bf16_rollout_since"
-"""Tag of an MLflow run: the step after which a breaker had it go on with a BF16 rollout engine."""
 
 _NAMED: Final = 3
 """How many of the values that differ are named."""
@@ -118,7 +115,8 @@ def _prepare(session: Session, pace: Pace) -> Stepper:
         how = "from the cache" if prepared["cached"] else f"in {prepared['time/warm_start_s']:.1f} s"
         s.console.say(f"warm start: {how}")
     checked = s.identity.manifest is None and preflight.wanted(config)
-    recipe = config.recipe if _since(session, s.identity.start_step) is None else high_precision_rollout(config.recipe)
+    fell_back = s.identity.manifest is not None and s.identity.manifest.meta.get(BF16_SINCE) is not None
+    recipe = high_precision_rollout(config.recipe) if fell_back else config.recipe
     with pace.measured("build"):
         build_engines(s.engines, config, preflight.bf16_cache(recipe) if checked else recipe, model_dir)
     codec, linears = TextCodec(Path(model_dir)), rollout_linears(config, Path(model_dir))
@@ -138,11 +136,10 @@ def _prepare(session: Session, pace: Pace) -> Stepper:
         restored = s.engines.answer("restore", "trainer", ref, s.engines.clock("restore_s"))
         s.start_step = restored["step"]
         stepper = Stepper(s, codec, model_dir, linears, drawn=restored["meta"]["prompts_drawn"])
-        since = _since(session, s.start_step)
+        since = restored["meta"].get(BF16_SINCE)
         if since is not None:
-            stepper.use_bf16()
-            s.record.writer.tag(BF16_SINCE, str(since))
-        elif recipe != config.recipe:
+            stepper.use_bf16(since)
+        elif fell_back:
             # The checkpoint that was loaded is older than the step after which the run fell back.
             rebuild_rollout(s.engines, config, config.recipe, model_dir)
         if s.start_step != s.identity.start_step:
@@ -151,11 +148,6 @@ def _prepare(session: Session, pace: Pace) -> Stepper:
             )
         stepper.sync()
     return stepper
-
-
-def _since(session: Session, step: int) -> int | None:
-    """Of a run that is continued: the step up to `step` after which a breaker had its rollout go on in BF16."""
-    return None if session.identity.manifest is None else fell_back(session.folder / BREAKERS, step)
 
 
 def _before_fp8_cache(
@@ -201,9 +193,7 @@ def _train(session: Session, stepper: Stepper, pace: Pace) -> None:
         session.console.step(step, config.steps, metrics)
         trips = _judge(session, breakers, step, metrics)
         if any(trip.rule.action == BF16_ROLLOUT for trip in trips) and not stepper.in_bf16:
-            stepper.fall_back()
-            session.record.writer.tag(BF16_SINCE, str(step))
-            session.console.say(f"step {step}: the rollout goes on in BF16")
+            stepper.fall_back(step)
         pausing = next((trip for trip in trips if trip.rule.action == "pause"), None)
         if step % config.eval_every == 0 or step == config.steps:
             with pace.measured("eval"):
@@ -219,7 +209,7 @@ def _train(session: Session, stepper: Stepper, pace: Pace) -> None:
         if stops:
             _stop(session, step)
         if pausing is not None:
-            _pause(session, pausing, step)
+            _pause(session, pausing, step, pace)
 
 
 def _breakers(session: Session) -> Breakers:
@@ -228,21 +218,23 @@ def _breakers(session: Session) -> Breakers:
 
 
 def _judge(session: Session, breakers: Breakers, step: int, metrics: dict[str, float]) -> tuple[Trip, ...]:
-    """`BreakerError` where a rule stops the run: its evidence goes to MLflow, its last checkpoint stays the newest."""
+    """`BreakerError` where a rule stops the run, whose last checkpoint stays the newest."""
     trips = breakers.judge(step, metrics)
     for trip in trips:
         if trip.rule.action == "stop":
-            session.record.writer.add_artifact(breakers.path)
             raise BreakerError(trip.rule.metric, trip.text)
     return trips
 
 
-def _pause(session: Session, trip: Trip, step: int) -> None:
-    """Wait for a person; `BreakerError` where nobody comes."""
-    limit = session.config.breakers.pause_timeout_s
+def _pause(session: Session, trip: Trip, step: int, pace: Pace) -> None:
+    """Wait for a person; `BreakerError` where nobody comes, `RunStopped` where the allocation has no room for more."""
+    config = session.config
+    limit = min(config.breakers.pause_timeout_s, pace.left())
     session.console.say(f"step {step}: paused for at most {limit:g} s; goes on when the flow run is resumed in Prefect")
-    if not await_person(session.flow_run_id, limit, trip.text):
-        session.record.writer.add_artifact(session.folder / BREAKERS)
+    resumed = await_person(session.flow_run_id, limit, trip.text)
+    if step < config.steps and not pace.allows(*_parts(config, step + 1)):
+        _stop(session, step)
+    if not resumed:
         late = f"{trip.text}; nobody resumed the run within breakers.pause_timeout_s = {limit:g} s"
         raise BreakerError(trip.rule.metric, late)
     session.console.say(f"step {step}: resumed")

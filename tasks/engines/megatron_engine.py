@@ -154,6 +154,9 @@ class MegatronTrainerEngine:
         self._let_go(self._masters, self._optimizer.tensors)
         self._fetch(masters=False)
         quantized = plan_linears(self._shape, recipe.rollout_linears).quantized
+        if self._spec.trainer.offload and self._world.size > 1:
+            # Rank 0 gathers the whole model, more than its gradients left room for.
+            self._put_masters_away()
         policy = self._policy
         exporter = exporter_of(policy.model.plan.shape, self._world, policy.live_weights(), recipe, quantized)
         payload = gather_payload(exporter, recipe, self._version, self._scales)

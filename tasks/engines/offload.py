@@ -47,6 +47,7 @@ class HostCopies:
             raise EngineError("these tensors are in host memory already, or on their way to it")
         streams: dict[torch.device, torch.cuda.Stream] = {}
         seen: set[int] = set()
+        moved: list[_Moved] = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.device.type == "cpu" or not storage.nbytes() or storage.data_ptr() in seen:
@@ -58,8 +59,9 @@ class HostCopies:
             copy = self._buffer(storage.nbytes())
             with torch.cuda.stream(streams[tensor.device]):
                 copy.copy_(_bytes(storage, tensor.device), non_blocking=True)
-            self._moved.append(_Moved(storage, tensor.device, copy))
-        self._leaving = bool(self._moved)
+            moved.append(_Moved(storage, tensor.device, copy))
+        # Not before: where memory cannot be pinned nothing has left.
+        self._moved, self._leaving = moved, bool(moved)
 
     def take(self, tensors: Iterable[Tensor]) -> int:
         """Move what lies on a GPU, or end what `start` began; returns bytes. `EngineError` when away."""

@@ -96,7 +96,7 @@ def test_a_run_that_fell_back_to_a_bf16_rollout_goes_on_with_one_to_the_bit(tmp_
     chosen = ("recipe=fp8_rollout_kv", "rollout.kv_preflight.enabled=false", f"breakers.rules={rules}", "steps=4")
     whole = _run(tmp_path / "whole", *chosen)
     assert whole.code == 0, whole.out
-    assert "step 2: the rollout goes on in BF16" in whole.out
+    assert "since step 2 the rollout is in BF16: a breaker tripped" in whole.out
     steps = [e.values for e in journal_of(tmp_path / "whole", "a").entries() if e.kind == "step"]
     mismatch = [values["mismatch/token_mult_prob_error"] for values in steps]
     assert min(mismatch[:2]) > 1.05 and max(mismatch[2:]) < 1.02
@@ -105,7 +105,7 @@ def test_a_run_that_fell_back_to_a_bf16_rollout_goes_on_with_one_to_the_bit(tmp_
     train_and_kill(chosen, tmp_path / "cut", "a", after_step=3, base=QUICK)
     # The rule is gone, and what it did before stays.
     on = train([*chosen, "breakers=off", "resume=a"], tmp_path / "cut", base=QUICK)
-    assert on.code == 0, on.out
+    assert on.code == 0 and "since step 2 the rollout is in BF16" in on.out, on.out
     assert "differ" not in on.out
     weights = [final_weights(str(tmp_path / name / "checkpoints"), "a", step=4) for name in ("whole", "cut")]
     assert weights[0] == weights[1]
@@ -134,7 +134,10 @@ def test_a_paused_run_does_what_a_person_says(tmp_path: Path, person: str, code:
         ended = process.wait(timeout=120)
         out.seek(0)
         said = out.read().decode()
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(paused.id).state
     assert ended == code, said
+    assert state is not None and state.is_cancelled() == (person == "cancels") and state.is_final()
     assert "step 2: paused for at most 86400 s" in said
     assert ("step 2: resumed" in said) == (person == "resumes")
     assert (journal_of(tmp_path, "a").find("final", 3) is not None) == (person == "resumes")
@@ -166,3 +169,17 @@ def test_a_paused_run_that_nobody_resumes_ends_and_can_be_resumed(tmp_path: Path
     assert (run.info.status, run.data.tags["ended_by"]) == ("FAILED", "breaker")
     on = _run(tmp_path, "recipe=bf16", "breakers=off", "resume=a")
     assert on.code == 0 and "continues after step 2" in on.out, on.out
+
+
+def test_a_fall_back_that_is_computed_again_without_its_rule_did_not_happen(tmp_path: Path) -> None:
+    rules = "[{metric: mismatch/token_mult_prob_error, above: 0, patience: 3, action: bf16_rollout}]"
+    chosen = ("recipe=fp8_rollout_kv", "rollout.kv_preflight.enabled=false", "steps=5", "checkpoint_every=2")
+    train_and_kill([*chosen, f"breakers.rules={rules}"], tmp_path, "a", after_step=3, base=QUICK)
+    assert (tmp_path / "a" / BREAKERS).is_file()
+    for _ in range(2):
+        on = train([*chosen, "breakers=off", "resume=a"], tmp_path, base=QUICK)
+        assert on.code == 0 and "in BF16" not in on.out, on.out
+    steps = [e.values for e in journal_of(tmp_path, "a").entries() if e.kind == "step"]
+    assert min(values["mismatch/token_mult_prob_error"] for values in steps) > 1.05
+    _, run = _tracked(tmp_path)
+    assert "bf16_rollout_since" not in run.data.tags

@@ -23,10 +23,10 @@ from flows.breakers import (
     Breakers,
     NothingTrainedError,
     check_something_was_trained,
-    fell_back,
 )
+from flows.cli import main
 from flows.failures import reason, run_failed
-from flows.inputs import check_inputs
+from flows.inputs import check_inputs, pausing_problems
 from infra.journal import Entry
 from infra.store import StoreError
 from tasks.audit import AuditError
@@ -146,13 +146,6 @@ def test_what_is_computed_again_after_a_resume_leaves_no_second_evidence(tmp_pat
     assert [line["step"] for line in _evidence(tmp_path)] == [1, 2]
 
 
-def test_a_run_falls_back_once_and_remembers_since_when(tmp_path: Path) -> None:
-    rule = BreakerRule(metric=MISMATCH, above=1.05, patience=2, action="bf16_rollout")
-    _judge([BreakerRule(metric=MISMATCH, above=1.0), rule], [1.1, 1.1, 1.1, 1.1], tmp_path)
-    assert [fell_back(tmp_path / BREAKERS, step) for step in (1, 2, 3, 4)] == [None, 2, 2, 2]
-    assert fell_back(tmp_path / "none.jsonl", 4) is None
-
-
 def test_a_pause_needs_a_server_that_outlives_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "")
     monkeypatch.setenv("PREFECT_PROFILES_PATH", str(tmp_path / "none.toml"))
@@ -161,6 +154,10 @@ def test_a_pause_needs_a_server_that_outlives_the_run(monkeypatch: pytest.Monkey
         check_inputs(config)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
     check_inputs(config)
+    (problem,) = pausing_problems(config, server=True, deployed=True)
+    assert "breakers.rules[1].action = pause: a run of a deployment would lose its slot" in problem
+    assert main(["submit", "breakers.rules=[{metric: optim/grad_norm, action: pause}]"]) == 2
+    assert pausing_problems(compose([]), server=False, deployed=True) == []
 
 
 def test_a_run_without_an_update_is_told_apart() -> None:
