@@ -73,9 +73,11 @@ sweeps() {
     fi
     wait
     # shellcheck disable=SC2086 # words of their own
-    timeout 300 "$python" -m tests.gpu.kv_scale_factors "$out/kv_scale_factors.json" "$folder/cache/warm_start" \
+    VLLM_USE_DEEP_GEMM=0 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 \
+        timeout 480 "$python" -m tests.gpu.kv_scale_factors "$out/kv_scale_factors.json" "$folder/cache/warm_start" \
         $MODEL_B $GRPO_B rollout=vllm trainer=megatron rollout.kv_cache_memory_bytes=2147483648 \
-        "rollout.engine_args.compilation_config={mode: 0, cudagraph_mode: FULL_DECODE_ONLY}" $OVERRIDES \
+        "rollout.engine_args.compilation_config={mode: 0, cudagraph_mode: FULL_DECODE_ONLY}" \
+        "rollout.cudagraph_capture_sizes=[1,2,4,8,16,32,64,128,256]" $OVERRIDES \
         >"$out/kv_scale_factors.log" 2>&1
     say "kv_scale_factors: exit code $?"
 }
@@ -87,7 +89,7 @@ step() {
 }
 
 times() {
-    recipes times 560 --sweep-id times-qwen3_small $MODEL_B $GRPO_B "sweep.seeds=[0]" \
+    recipes times 900 --sweep-id times-qwen3_small $MODEL_B $GRPO_B "sweep.seeds=[0]" \
         steps=20 eval_every=20 checkpoint_every=20
 }
 
