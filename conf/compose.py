@@ -53,10 +53,10 @@ RESULT_NEUTRAL: Final = frozenset(
 )
 """Keys, and all below them, that change nothing that a run computes.
 
-Breakers judge what was computed; that one had the rollout go on in BF16 is a fact of the checkpoint. Keys of the trainer
-say where and in what order the same sums are computed: a run that goes on in another layout is the
-same run up to rounding. Threads are not among them, since with equal ones a run on one CPU rank repeats to the bit; nor
-is the device, which decides what is quantised.
+Breakers judge what was computed; that one had the rollout go on in BF16 is a fact of the checkpoint. Keys of the
+trainer say where and in what order the same sums are computed: a run that goes on in another layout is the same run up
+to rounding. Threads are not among them, since with equal ones a run on one CPU rank repeats to the bit; nor is the
+device, which decides what is quantised.
 """
 _MISSING_MARK: Final = "???"
 _REPLACED_BY_PATH: Final = ("model.architecture", "model.warm_start")
