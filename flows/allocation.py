@@ -68,12 +68,14 @@ class Pace:
 
     def left(self) -> float:
         """Seconds to the end of the allocation, less what a checkpoint takes; infinite without one, never below 0."""
-        return max(0.0, self._end - self._clock() - max(self._latest.get("checkpoint", (0.0,))))
+        return max(0.0, self._end - self._clock() - self._longest("checkpoint"))
 
     def allows(self, *parts: str) -> bool:
         """Whether they fit, should each take as long as it did; a part that was never measured takes nothing."""
-        needed = sum(max(self._latest.get(part, (0.0,))) for part in parts)
-        return self._clock() + needed < self._end
+        return self._clock() + sum(map(self._longest, parts)) < self._end
+
+    def _longest(self, part: str) -> float:
+        return max(self._latest.get(part, (0.0,)))
 
 
 class Allocation:

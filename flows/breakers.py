@@ -12,6 +12,7 @@ from conf.schema import BreakerRule
 from flows.console import Console
 from flows.side_records import StepLines
 from infra.journal import Entry
+from infra.mlflow_run import metrics_of
 from tasks.numerics.breakers import Bounds, trips
 
 BREAKERS: Final = "breakers.jsonl"
@@ -53,11 +54,7 @@ class Breakers:
         self._series: dict[str, list[tuple[int, float]]] = {rule.metric: [] for rule in rules}
         for entry in known:
             if entry.kind == "step" and entry.step <= start:
-                self._note(entry.step, entry.values)
-
-    @property
-    def path(self) -> Path:
-        return self._evidence.path
+                self._note(entry.step, metrics_of(entry))
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> tuple[Trip, ...]:
         """After a step: the rules that trip, each with its evidence written, those that only warn already told."""
@@ -77,11 +74,10 @@ class Breakers:
                 self._console.say(f"warning, step {step}: {found[-1].text}")
         return tuple(found)
 
-    def _note(self, step: int, values: Mapping[str, object]) -> None:
+    def _note(self, step: int, metrics: Mapping[str, float]) -> None:
         for metric, series in self._series.items():
-            value = values.get(metric)
-            if isinstance(value, int | float):
-                series.append((step, float(value)))
+            if metric in metrics:
+                series.append((step, metrics[metric]))
 
 
 def _said(number: int, rule: BreakerRule, bounds: Bounds, step: int, series: list[tuple[int, float]]) -> str:
@@ -93,16 +89,11 @@ def _said(number: int, rule: BreakerRule, bounds: Bounds, step: int, series: lis
 
 def check_something_was_trained(entries: Iterable[Entry], updates_per_step: int) -> None:
     """`NothingTrainedError` where no update of any step was made; nothing for a run without steps in its journal."""
-    steps = [entry.values for entry in entries if entry.kind == "step"]
+    steps = [metrics_of(entry) for entry in entries if entry.kind == "step"]
     planned = updates_per_step * len(steps)
-    skipped, empty = (sum(_number(v, f"optim/{name}") for v in steps) for name in ("skipped_steps", "empty_updates"))
+    skipped, empty = (sum(s.get(f"optim/{name}", 0.0) for s in steps) for name in ("skipped_steps", "empty_updates"))
     if planned and skipped + empty >= planned:
         raise NothingTrainedError(
             f"none of {planned} updates in {len(steps)} steps was made: {skipped:.0f} skipped, since their gradient "
             f"was not finite (optim/skipped_steps), and {empty:.0f} without a token to learn from (optim/empty_updates)"
         )
-
-
-def _number(values: Mapping[str, object], name: str) -> float:
-    value = values.get(name, 0.0)
-    return float(value) if isinstance(value, int | float) else 0.0

@@ -21,7 +21,7 @@ class PauseError(RuntimeError):
     """Prefect does not pause this run; the message says why."""
 
 
-def await_person(flow_run_id: str, timeout_s: float, message: str, poll_s: float = _POLL_S) -> bool:
+def await_person(flow_run_id: str, timeout_s: float, message: str) -> bool:
     """Pause the run, and wait until it is resumed; False when nobody did within `timeout_s`.
 
     A server that is away meanwhile is waited for as well. `KeyboardInterrupt` where somebody set the run to Cancelled
@@ -38,11 +38,11 @@ def await_person(flow_run_id: str, timeout_s: float, message: str, poll_s: float
         except SERVER_AWAY as error:
             if time.monotonic() >= end:
                 raise PauseError(f"the run could not be paused: {error}") from error
-            time.sleep(min(poll_s, max(0.0, end - time.monotonic())))
+            _rest(end)
     if answer.status != SetStateStatus.ACCEPT:
         raise PauseError(f"the run could not be paused: {getattr(answer.details, 'reason', answer.status)}")
     while time.monotonic() < end:
-        time.sleep(min(poll_s, max(0.0, end - time.monotonic())))
+        _rest(end)
         state = _state_of(UUID(flow_run_id))
         if state is not None and state.is_running():
             return True
@@ -51,6 +51,11 @@ def await_person(flow_run_id: str, timeout_s: float, message: str, poll_s: float
         if state is not None and state.is_final():
             raise PauseError(f"the paused run was set to {state.name}")
     return False
+
+
+def _rest(end: float) -> None:
+    """Until the next look, or the end if that comes before."""
+    time.sleep(min(_POLL_S, max(0.0, end - time.monotonic())))
 
 
 def _state_of(flow_run_id: UUID) -> State | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TypeVar
+from typing import get_args
 
 import pytest
 from mlflow import MlflowClient
@@ -18,6 +16,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled
 
+from conf.schema.breakers import Judged
 from flows.breakers import BREAKERS
 from tests.flows import forkserver
 from tests.flows.runs import (
@@ -30,10 +29,9 @@ from tests.flows.runs import (
     train,
     train_and_kill,
 )
+from tests.flows.servers import until
 
 pytestmark = pytest.mark.slow
-
-T = TypeVar("T")
 
 QUICK = (*FEW_SAMPLES, "steps=3", "eval_every=3", "checkpoint_every=1", "model.warm_start=null", "data.pool_size=500")
 
@@ -98,6 +96,7 @@ def test_a_run_that_fell_back_to_a_bf16_rollout_goes_on_with_one_to_the_bit(tmp_
     assert whole.code == 0, whole.out
     assert "since step 2 the rollout is in BF16: a breaker tripped" in whole.out
     steps = [e.values for e in journal_of(tmp_path / "whole", "a").entries() if e.kind == "step"]
+    assert set(get_args(Judged)) <= steps[0].keys()
     mismatch = [values["mismatch/token_mult_prob_error"] for values in steps]
     assert min(mismatch[:2]) > 1.05 and max(mismatch[2:]) < 1.02
     _, run = _tracked(tmp_path / "whole")
@@ -123,7 +122,7 @@ def test_a_paused_run_does_what_a_person_says(tmp_path: Path, person: str, code:
     with TemporaryFile() as out, temporary_settings({PREFECT_API_URL: variables["PREFECT_API_URL"]}):
         process = forkserver.Command(whole, variables, out.fileno(), new_session=False)
         # Not from MLflow: two processes that open a new store at once make its tables twice.
-        paused = _await(_paused, process)
+        paused = until(lambda: _paused(process), "the pause", 180)
         assert paused.state is not None and "policy/entropy = " in (paused.state.message or "")
         assert journal_of(tmp_path, "a").find("checkpoint", 2) is not None
         with get_client(sync_client=True) as client:
@@ -145,17 +144,9 @@ def test_a_paused_run_does_what_a_person_says(tmp_path: Path, person: str, code:
     assert run.data.tags["ended_by"] == ended_by
 
 
-def _await(look: Callable[[], T | None], process: forkserver.Command) -> T:
-    deadline = time.monotonic() + 180
-    while not (found := look()):
-        assert process.poll() is None, "the run ended"
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.5)
-    return found
-
-
-def _paused() -> FlowRun | None:
+def _paused(process: forkserver.Command) -> FlowRun | None:
     """The one flow run that waits, on a server of this process's own."""
+    assert process.poll() is None, "the run ended"
     state = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PAUSED]))
     with get_client(sync_client=True) as client:
         return next(iter(client.read_flow_runs(flow_run_filter=FlowRunFilter(state=state))), None)

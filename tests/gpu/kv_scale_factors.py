@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,18 +24,19 @@ import torch
 
 from conf.compose import compose
 from conf.schema import Correction, Recipe, RunConfig, TorchRollout, TorchTrainer
-from infra.device import device_facts
+from infra.device import device_facts, gpu_count
 from infra.provenance import versions
-from tasks.bootstrap import demonstrations
+from tasks.bootstrap import demonstrations, prompt_rows
 from tasks.data.examples import Dataset
 from tasks.data.loading import load_dataset
 from tasks.data.tokens import TextCodec
-from tasks.engines.protocols import GenerateRequest, RolloutEngine, SyncPayload, TokenRows
+from tasks.engines.protocols import GenerateRequest, RolloutEngine, SyncPayload
 from tasks.engines.registry import build_rollout
 from tasks.engines.torch_trainer import TorchTrainerEngine, TrainerSpec
 from tasks.engines.warm_start import Device, WarmStartSpec, cached_warm_start
 from tasks.numerics.kv_scales import PARTS, ScaleKey, Scales
 from tasks.rollout import sampling_prompts
+from tests.gpu.recipes import ENVIRONMENT, VLLM_ON_A_GPU
 
 FACTORS: Final = (0.25, 0.5, 0.71, 1.0, 1.19, 1.41, 1.68, 2.0, 2.83, 4.0, 8.0, 16.0, 32.0, 64.0, 256.0)
 Change = Callable[[ScaleKey, float], float]
@@ -94,19 +96,16 @@ def rows(config: RunConfig, cache: Path, threads: int, samples: int) -> Iterator
     data = load_dataset(config.data)
     folder = _model(config, data, cache)
     codec = TextCodec(folder)
-    prompts = sampling_prompts(data.batch(0, 0, samples), codec, 0, 1, 4)
+    examples = data.batch(0, 0, samples)
+    prompts = sampling_prompts(examples, codec, 0, 1, 4)
     trainer = _trainer(config, recipe, folder, threads)
-    ids = [prompt.token_ids for prompt in prompts]
-    tokens = torch.zeros(len(ids), max(map(len, ids)), dtype=torch.int64)
-    for at, row in enumerate(ids):
-        tokens[at, : len(row)] = torch.tensor(row)
-    trainer.calibrate(TokenRows(tokens, torch.tensor([len(row) for row in ids])))
+    trainer.calibrate(prompt_rows(examples, codec))
     engine = build_rollout(config, recipe, folder)
     request = GenerateRequest(0, prompts, config.rollout.max_new_tokens, 1.0, codec.eos_token_ids)
     payload = trainer.export_weights(recipe)
     engine.load_weights(payload)
     batch = engine.generate(request)
-    trainer.calibrate(TokenRows(batch.tokens, batch.prompt_lengths + batch.response_lengths))
+    trainer.calibrate(batch.rows())
     payload = trainer.export_weights(recipe)
     yield {"change": "scales", "scales": {f"{layer}.{part}": s for (layer, part), s in payload.kv_scales.items()}}
     for name, change in changes():
@@ -123,7 +122,9 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=128, help="with 4 samples each (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     chosen = parser.parse_intermixed_args()
-    config = compose(["recipe=fp8_rollout_kv", *chosen.overrides])
+    config = compose(["recipe=fp8_rollout_kv", *(VLLM_ON_A_GPU if gpu_count() else ()), *chosen.overrides])
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if not config.recipe.kv.quantized:
         parser.error("recipe.kv.dtype=bf16: there are no scales; allowed: e4m3")
     conditions = {"device": device_facts().name, "versions": versions(), "overrides": chosen.overrides}

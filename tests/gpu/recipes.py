@@ -38,14 +38,14 @@ from tests.gpu.recipes_table import PHASE_METRICS, Row, load, save, table
 
 EXPERIMENT: Final = "fp8-grpo"
 
-ON_A_GPU: Final = (
-    "cluster=colocated",
+VLLM_ON_A_GPU: Final = (
     # A cache of fixed size: what others hold of the device while an engine starts does not matter.
     "rollout.kv_cache_memory_bytes=4294967296",
     # Graphs of decode steps without torch.compile, so that starts take seconds.
     "rollout.engine_args.compilation_config={mode: 0, cudagraph_mode: FULL_DECODE_ONLY}",
     "rollout.cudagraph_capture_sizes=[1,2,4,8,16,32,64,128,256]",
 )
+ON_A_GPU: Final = ("cluster=colocated", *VLLM_ON_A_GPU)
 ENVIRONMENT: Final = {
     # The block product that needs no compilation for each shape.
     "VLLM_USE_DEEP_GEMM": "0",

@@ -73,12 +73,8 @@ sweeps() {
     fi
     wait
     # shellcheck disable=SC2086 # words of their own
-    VLLM_USE_DEEP_GEMM=0 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 \
-        timeout 480 "$python" -m tests.gpu.kv_scale_factors "$out/kv_scale_factors.json" "$folder/cache/warm_start" \
-        $MODEL_B $GRPO_B rollout=vllm trainer=megatron rollout.kv_cache_memory_bytes=2147483648 \
-        "rollout.engine_args.compilation_config={mode: 0, cudagraph_mode: FULL_DECODE_ONLY}" \
-        "rollout.cudagraph_capture_sizes=[1,2,4,8,16,32,64,128,256]" $OVERRIDES \
-        >"$out/kv_scale_factors.log" 2>&1
+    timeout 480 "$python" -m tests.gpu.kv_scale_factors "$out/kv_scale_factors.json" "$folder/cache/warm_start" \
+        $MODEL_B $GRPO_B $BESIDE rollout=vllm trainer=megatron $OVERRIDES >"$out/kv_scale_factors.log" 2>&1
     say "kv_scale_factors: exit code $?"
 }
 
